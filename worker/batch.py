@@ -1,0 +1,73 @@
+"""What the scheduler asks of a model runner for one step, and what the runner answers. Torch-free."""
+
+from dataclasses import dataclass, field
+
+from mambalign.worker.mamba_columns import PrecopyInfo
+from mambalign.worker.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class NewRow:
+    """A request that enters (or re-enters, after preemption) the runner."""
+
+    request_id: str
+    params: SamplingParams
+    choice: int
+    num_prompt_tokens: int
+    token_ids: list[int]  # all known tokens: the prompt, and the output so far when resumed
+    num_computed_tokens: int  # tokens restored from the prefix cache, a multiple of B
+
+
+@dataclass(frozen=True)
+class ScheduledRow:
+    """One request's part of a step: run `token_ids`, which start at position `num_computed_tokens`.
+
+    A decode row runs its last sampled token and then its drafts; a prefill row a piece of its known tokens.
+    """
+
+    request_id: str
+    num_computed_tokens: int  # n
+    token_ids: list[int]  # q tokens
+    is_decode: bool
+    kv_blocks: list[int]  # every KV block that the row holds, in order
+    mamba_blocks: dict[int, int]  # column -> block id, every column that the row holds
+    boundaries: list[int]  # prefill: absolute boundaries in (n, n+q] whose state is asked for
+    next_token_id: int | None  # prefill that ends before the known tokens do: the known token after the piece
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def samples(self) -> bool:
+        return self.next_token_id is None
+
+
+@dataclass
+class SchedulerOutput:
+    """One step. Rows of requests in `removed` leave the runner before `new_rows` enter."""
+
+    rows: list[ScheduledRow]
+    new_rows: list[NewRow] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last step
+    mamba_precopy_info: list[PrecopyInfo] | None = None  # one a row, in batch order; filled by preprocess_mamba
+
+
+@dataclass
+class RowResult:
+    """What a step did for one row."""
+
+    request_id: str
+    token_ids: list[int]  # sampled and kept: 1..S+1 for a decode row, 1 for a finished prefill, else none
+    logprobs: list | None  # TokenLogprobs, one per token, when asked for
+    draft_token_ids: list[int]  # proposed for the row's next step
+
+
+@dataclass
+class RunnerOutput:
+    """Results in the order of `SchedulerOutput.rows`."""
+
+    results: list[RowResult]
+    num_precopies: int = 0  # rows whose state moved before the forward pass
+    num_biased_precopies: int = 0  # of those, with a token bias > 0
+    num_postcopies: int = 0  # boundary states copied after sampling
