@@ -1,8 +1,7 @@
 """What crosses the line between the API side and the engine: requests in, outputs and statistics back."""
 
 import msgspec
-
-from mambalign.worker.sampling_params import SamplingParams
+from mambalign.worker.sampling_params import SamplingParams, TokenLogprobs
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
@@ -17,14 +16,6 @@ class EngineRequest(msgspec.Struct, frozen=True):
     choice: int = 0
     arrival_time: float = 0.0  # seconds, time.time()
     cache_salt: str = ""
-
-
-class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities (natural log, of the unmodified logits) at one generated position."""
-
-    logprob: float  # of the token that was taken
-    top_ids: list[int]  # best first, ties to the lowest id
-    top_logprobs: list[float]
 
 
 class EngineOutput(msgspec.Struct, frozen=True):
