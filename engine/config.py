@@ -1,67 +1,131 @@
-"""Every option of the engine, one frozen dataclass per owner. The CLI and `LLM(**options)` are generated from these.
+"""Every option of the engine, one frozen dataclass per owner.
 
-A field's metadata holds its help text (with units); its default is the CLI's default. "auto" values are resolved by
-`resolve` (a pure function of the options and the checkpoint's facts), before any weight is loaded.
+The CLI and `LLM(**options)` are generated from these. A field's metadata holds its help text (with units)
+and its limits; its default is the CLI's default. `validate` refuses what no checkpoint could serve; `resolve`
+fills in "auto" and None from the checkpoint's facts and refuses what this checkpoint cannot serve. Both are
+pure and run before any weight is loaded. Nothing here imports torch.
 """
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+import re
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args
+
+MAX_SPEC_TOKENS = 8
+DEFAULT_MODEL_SPEC_TOKENS = 3
+DEFAULT_CPU_CACHE_BYTES = 1 << 30
+DEFAULT_CUDA_CACHE_SHARE = 0.6  # of the device memory that is free once weights are loaded
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("", 1024), ("iB", 1024), ("B", 1000))
+}
 
 
 class ConfigError(ValueError):
-    """An option, or a combination of options, that cannot be served. The text names the option and the limit."""
+    """Options that cannot be served, alone or together. The text names the option and the limit."""
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A field. metadata: `choices`, `refused` of them, `low`, `high` (inclusive), `bytes`, `positional`."""
     return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    model: str | None = option(None, "checkpoint folder or hub id (none: the small model that ships)", positional=True)
-    dtype: str = option("auto", "weights and activations", choices=("auto", "float32", "bfloat16"))
-    device: str = option("auto", "device to run on", choices=("auto", "cpu", "cuda"))
-    max_model_len: int | None = option(None, "longest prompt + output, tokens (none: the checkpoint's)")
-    seed: int = option(0, "seed for requests that bring none")
+    model: str | None = option(
+        None, "checkpoint folder or hub id (none: the small model that ships)", positional=True
+    )
+    dtype: str = option(
+        "auto",
+        "weights and activations (auto: float32 on CPU, the checkpoint's on CUDA)",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    device: str = option(
+        "auto", "device to run on (auto: cuda if there is one)", choices=("auto", "cpu", "cuda")
+    )
+    max_model_len: int | None = option(
+        None, "longest prompt + output, tokens (none: the checkpoint's)", low=2
+    )
+    seed: int = option(0, "where the seeds of requests that bring none start", low=0, high=2**63 - 1)
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    mamba_cache_mode: str = option("align", "keep states at block boundaries, or not", choices=("none", "align", "all"))
-    mamba_block_size: int = option(128, "tokens per recurrent-state block, a multiple of --kv-block-size")
-    mamba_conv_layout: str = option("SD", "conv state [state_len, dim] or [dim, state_len]", choices=("SD", "DS"))
-    mamba_ssm_cache_dtype: str = option("float32", "temporal state", choices=("float32", "bfloat16", "float16"))
-    kv_block_size: int = option(16, "tokens per KV block")
-    cache_memory: int | None = option(None, "both caches together, bytes or 512MiB, 4GiB (none: 1GiB on CPU)", bytes=True)
-    mamba_cache_fraction: float | None = option(None, "share of --cache-memory for states, 0..1 (none: auto)")
-    enable_prefix_caching: bool | None = option(None, "look up and publish prefixes (none: on in align mode)")
+    mamba_cache_mode: str = option(
+        "align",
+        "align: keep states at multiples of the block size; none: keep no state but the running one",
+        choices=("none", "align", "all"),
+        refused={"all": "it keeps a state for every token; use align, which keeps those at block boundaries"},
+    )
+    mamba_block_size: int = option(
+        128, "tokens per recurrent-state block, a multiple of --kv-block-size", low=1, high=65536
+    )
+    mamba_conv_layout: str = option(
+        "SD", "conv states stored [state_len, dim] or [dim, state_len]", choices=("SD", "DS")
+    )
+    mamba_ssm_cache_dtype: str = option(
+        "float32", "temporal states", choices=("float32", "bfloat16", "float16")
+    )
+    kv_block_size: int = option(16, "tokens per KV block", low=1, high=1024)
+    cache_memory: int | None = option(
+        None,
+        "both caches together, bytes or like 512MiB, 4GiB (none: 1GiB on CPU, 60% of free memory on CUDA)",
+        bytes=True,
+        low=1,
+    )
+    mamba_cache_fraction: float | None = option(
+        None,
+        "share of --cache-memory for states, between 0 and 1 (none: what the running requests need first)",
+    )
+    enable_prefix_caching: bool | None = option(
+        None, "look up and publish prefixes (none: yes with --mamba-cache-mode align)"
+    )
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    max_num_seqs: int = option(16, "requests that run at once")
-    max_num_batched_tokens: int = option(2048, "tokens a step, prompts and drafts together")
+    max_num_seqs: int = option(16, "requests that run at once", low=1, high=4096)
+    max_num_batched_tokens: int = option(
+        2048, "tokens a step, prompts and drafts together", low=1, high=1 << 20
+    )
 
 
 @dataclass(frozen=True)
 class SpecConfig:
-    spec_tokens: int | None = option(None, "draft tokens a step, 0..8 (none: 0, and 3 for the model that ships)")
-    spec_method: str | None = option(None, "where drafts come from (none: mtp with a head, else ngram)", choices=("mtp", "ngram"))
+    spec_tokens: int | None = option(
+        None,
+        "draft tokens a step, 0 to 8 (none: 0, and 3 for the model that ships)",
+        low=0,
+        high=MAX_SPEC_TOKENS,
+    )
+    spec_method: str | None = option(
+        None,
+        "where drafts come from (none: mtp if the checkpoint has a head, else ngram)",
+        choices=("mtp", "ngram"),
+    )
 
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    runner: str = option("v1", "model runner", choices=("v1", "v2"))
-    check_fused_copy: bool = option(False, "compare every state copy with the scalar path")
+    runner: str = option(
+        "v1", "model runner", choices=("v1", "v2"), refused={"v2": "it is not in this version yet; use v1"}
+    )
+    check_fused_copy: bool = option(
+        False, "compare every copy of a state with the scalar path and fail loudly"
+    )
 
 
 @dataclass(frozen=True)
 class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on (0: any free one, printed)")
-    served_model_name: str | None = option(None, "name in the API (none: the folder's name)")
-    api_key: str | None = option(None, "require this bearer token")
-    log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
+    port: int = option(8000, "port to listen on (0: any free one, printed at start)", low=0, high=65535)
+    served_model_name: str | None = option(None, "name in the API (none: the hub id, or the folder's name)")
+    api_key: str | None = option(None, "require this bearer token from clients (none: no token)")
+    log_level: str = option(
+        "info", "least severe messages to print", choices=("debug", "info", "warning", "error")
+    )
 
 
 @dataclass(frozen=True)
@@ -76,12 +140,170 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
-        """Build from flat names (`spec_tokens=3`). Unknown names raise ConfigError."""
-        parts = {}
+        """Build from flat names (`spec_tokens=3`) and validate. Raises ConfigError."""
+        parts: dict[str, Any] = {}
         for part in fields(cls):
-            owner = part.default_factory
-            names = {f.name for f in fields(owner)} & options.keys()
-            parts[part.name] = owner(**{name: options.pop(name) for name in names})
+            owner: Any = part.default_factory
+            parts[part.name] = build_part(owner, options)
         if options:
             raise ConfigError(f"unknown option(s): {', '.join(sorted(options))}")
-        return cls(**parts)
+        config = cls(**parts)
+        validate(config)
+        return config
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """What a checkpoint's own files say, as far as options depend on it."""
+
+    name: str  # for people and the API: hub id or folder name
+    path: Path  # local folder
+    is_default: bool  # the small model that ships
+    max_model_len: int  # tokens
+    dtype: str  # of the stored weights: "float32", "bfloat16", "float16"
+    vocab_size: int
+    num_mtp_layers: int  # 0: no MTP head
+
+
+def build_part(owner: Any, options: dict[str, Any]) -> Any:
+    """Take one dataclass's fields out of flat `options` (which shrinks) and build it; "4GiB" is parsed."""
+    values = {f.name: options.pop(f.name) for f in fields(owner) if f.name in options}
+    for f in fields(owner):
+        if f.metadata.get("bytes") and isinstance(values.get(f.name), str):
+            values[f.name] = parse_bytes(values[f.name])
+    return owner(**values)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "1000000", "512MiB", "1.5GiB", "4G" (= GiB), "2GB" (= 2 * 10**9). Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = match and {name.lower(): factor for name, factor in _UNITS.items()}.get(match[2].lower())
+    if not match or unit is None:
+        raise ConfigError(f"{text!r} is not a number of bytes: write 1000000, 512MiB or 4GiB")
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def flag(name: str) -> str:
+    """The CLI's spelling of an option: `spec_tokens` -> `--spec-tokens`."""
+    return "--" + name.replace("_", "-")
+
+
+def allowed_types(annotation: Any) -> tuple[type, ...]:
+    """`int | None` -> (int, NoneType)."""
+    return get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+
+
+def check_values(part: Any) -> None:
+    """Check each field of one options dataclass by itself: type, choices, range. Raises ConfigError."""
+    for f in fields(part):
+        value, name = getattr(part, f.name), flag(f.name)
+        types = allowed_types(f.type)
+        if value is None and NoneType in types:
+            continue
+        wrong_bool = isinstance(value, bool) and bool not in types
+        if wrong_bool or not isinstance(value, (*types, int) if float in types else types):
+            wanted = " or ".join("None" if t is NoneType else t.__name__ for t in types)
+            raise ConfigError(f"{name} {value!r}: must be {wanted}, not {type(value).__name__}")
+        choices = f.metadata.get("choices")
+        refused = f.metadata.get("refused", {})
+        if value in refused:
+            raise ConfigError(f"{name} {value} cannot be served: {refused[value]}")
+        if choices and value not in choices:
+            served = ", ".join(choice for choice in choices if choice not in refused)
+            raise ConfigError(f"{name} {value!r}: must be one of {served}")
+        low, high = f.metadata.get("low"), f.metadata.get("high")
+        if low is not None and value < low:
+            raise ConfigError(f"{name} {value}: must be at least {low}")
+        if high is not None and value > high:
+            raise ConfigError(f"{name} {value}: must be at most {high}")
+        if value == "":
+            raise ConfigError(f"{name}: must not be empty")
+
+
+def validate(config: EngineConfig) -> None:
+    """Refuse every value and combination that no checkpoint makes right. Raises ConfigError."""
+    for part in fields(config):
+        check_values(getattr(config, part.name))
+    cache, spec_tokens = config.cache, config.spec.spec_tokens or 0
+    if cache.mamba_block_size % cache.kv_block_size:
+        raise ConfigError(
+            f"--mamba-block-size {cache.mamba_block_size}: must be a multiple of --kv-block-size, "
+            f"which is {cache.kv_block_size}"
+        )
+    if spec_tokens + 1 > cache.mamba_block_size:
+        raise ConfigError(
+            f"--spec-tokens {spec_tokens}: needs --mamba-block-size of at least {spec_tokens + 1}, not "
+            f"{cache.mamba_block_size}: a step must not cross two block boundaries"
+        )
+    if spec_tokens + 1 > config.scheduler.max_num_batched_tokens:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}: must be at least "
+            f"{spec_tokens + 1}: one token and --spec-tokens {spec_tokens} drafts"
+        )
+    if cache.mamba_cache_fraction is not None and not 0 < cache.mamba_cache_fraction < 1:
+        raise ConfigError(f"--mamba-cache-fraction {cache.mamba_cache_fraction}: must lie between 0 and 1")
+    if cache.mamba_cache_mode == "none":
+        if cache.enable_prefix_caching:
+            raise ConfigError(
+                "--enable-prefix-caching needs --mamba-cache-mode align: mode none keeps no state"
+            )
+        if config.runner.check_fused_copy:
+            raise ConfigError("--check-fused-copy needs --mamba-cache-mode align: mode none copies no state")
+
+
+def check_checkpoint(config: EngineConfig, facts: CheckpointFacts) -> None:
+    """Refuse options that this checkpoint cannot serve. Raises ConfigError."""
+    limit = facts.max_model_len
+    if config.model.max_model_len is not None and config.model.max_model_len > limit:
+        raise ConfigError(f"--max-model-len {config.model.max_model_len}: at most {limit} for {facts.name}")
+    if config.spec.spec_method == "mtp" and config.spec.spec_tokens != 0 and not facts.num_mtp_layers:
+        raise ConfigError(f"--spec-method mtp: {facts.name} has no MTP head; use --spec-method ngram")
+
+
+def resolve(
+    config: EngineConfig, facts: CheckpointFacts, *, cuda_available: bool, cuda_free_bytes: int = 0
+) -> EngineConfig:
+    """Fill in every "auto" and None but `mamba_cache_fraction` (it depends on the pools). Raises ConfigError.
+
+    With `--spec-tokens 0` the method is None. `cuda_free_bytes`: free device memory less the weights.
+    """
+    validate(config)
+    check_checkpoint(config, facts)
+    device = config.model.device
+    if device == "cuda" and not cuda_available:
+        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    if device == "auto":
+        device = "cuda" if cuda_available else "cpu"
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" or facts.dtype == "float32" else "bfloat16"
+    cache_memory = config.cache.cache_memory
+    if cache_memory is None:
+        on_cuda = int(cuda_free_bytes * DEFAULT_CUDA_CACHE_SHARE)
+        cache_memory = on_cuda if device == "cuda" else DEFAULT_CPU_CACHE_BYTES
+    prefix_caching = config.cache.enable_prefix_caching
+    if prefix_caching is None:
+        prefix_caching = config.cache.mamba_cache_mode == "align"
+    spec_tokens, spec_method = resolve_spec(config, facts)
+    return replace(
+        config,
+        model=replace(
+            config.model,
+            device=device,
+            dtype=dtype,
+            max_model_len=config.model.max_model_len or facts.max_model_len,
+        ),
+        cache=replace(config.cache, cache_memory=cache_memory, enable_prefix_caching=prefix_caching),
+        spec=replace(config.spec, spec_tokens=spec_tokens, spec_method=spec_method),
+    )
+
+
+def resolve_spec(config: EngineConfig, facts: CheckpointFacts) -> tuple[int, str | None]:
+    """Drafts a step and where they come from. The default number shrinks to the room other options leave."""
+    spec_tokens = config.spec.spec_tokens
+    if spec_tokens is None:
+        room = min(config.cache.mamba_block_size, config.scheduler.max_num_batched_tokens) - 1
+        spec_tokens = min(DEFAULT_MODEL_SPEC_TOKENS, room) if facts.is_default else 0
+    if spec_tokens == 0:
+        return 0, None
+    return spec_tokens, config.spec.spec_method or ("mtp" if facts.num_mtp_layers else "ngram")

@@ -1,0 +1,73 @@
+"""Where a checkpoint lies and what its files say. Reads JSON and the tokenizer; no weight, no torch."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mambalign.engine.config import CheckpointFacts, ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULT_MODEL = Path(__file__).resolve().parent / "default_model"
+DEFAULT_MODEL_NAME = "default"
+_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+
+
+def locate(model: str | None, *, weights: bool = True) -> Path:
+    """The local folder of `model`: None is the model that ships; else a folder; else a hub id, downloaded.
+
+    With `weights` False a download leaves the weights out. Raises ConfigError if there is no such checkpoint.
+    """
+    if model is None:
+        return DEFAULT_MODEL
+    if Path(model).is_dir():
+        return Path(model).resolve()
+    if Path(model).is_absolute() or model.startswith(".") or model.count("/") != 1:
+        raise ConfigError(f"model {model!r}: no such folder (and a hub id has the form owner/name)")
+    from huggingface_hub import snapshot_download  # only here: a local folder needs no hub client
+
+    patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except Exception as error:  # the client raises a dozen kinds: bad id, no access, no network
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model {model!r}: no such folder, and the hub said: {reason}") from error
+
+
+def read_facts(model: str | None, path: Path) -> CheckpointFacts:
+    """Read `path/config.json`. Raises ConfigError if it is missing or lacks what the engine needs."""
+    try:
+        config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {str(path)!r}: cannot read its config.json ({error})") from error
+    text = config.get("text_config") or config
+    for key in ("max_position_embeddings", "vocab_size"):
+        if not isinstance(text.get(key), int):
+            raise ConfigError(f"model {str(path)!r}: its config.json has no {key}")
+    is_default = path == DEFAULT_MODEL
+    return CheckpointFacts(
+        name=DEFAULT_MODEL_NAME if is_default else checkpoint_name(model, path),
+        path=path,
+        is_default=is_default,
+        max_model_len=text["max_position_embeddings"],
+        dtype=text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "float32",
+        vocab_size=text["vocab_size"],
+        num_mtp_layers=next((text[key] for key in _MTP_KEYS if text.get(key)), 0),
+    )
+
+
+def checkpoint_name(model: str | None, path: Path) -> str:
+    """A hub id is its own name; a folder's is its last part."""
+    return model if model is not None and not Path(model).is_dir() else path.name
+
+
+def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
+    """The checkpoint's tokenizer, chat template included. Raises ConfigError if it has none."""
+    from transformers import AutoTokenizer  # seconds to import: not before it is needed
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        raise ConfigError(f"model {str(path)!r}: cannot load its tokenizer ({error})") from error

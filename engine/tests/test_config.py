@@ -1,0 +1,137 @@
+"""Options: each wrong value is refused with a text that names it; auto values resolve as documented."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from mambalign.engine.checkpoint import locate, read_facts
+from mambalign.engine.config import (
+    CheckpointFacts,
+    ConfigError,
+    EngineConfig,
+    ServerConfig,
+    check_values,
+    parse_bytes,
+    resolve,
+)
+
+FACTS = CheckpointFacts(
+    name="tiny",
+    path=Path("/nowhere"),
+    is_default=False,
+    max_model_len=4096,
+    dtype="bfloat16",
+    vocab_size=256,
+    num_mtp_layers=1,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("123", 123), ("512MiB", 512 << 20), ("4G", 4 << 30), ("1.5gib", 3 << 29), ("2 GB", 2 * 10**9)],
+)
+def test_parse_bytes(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4XB", "-1", "1e9", "4 GiB extra"])
+def test_parse_bytes_refuses(text: str) -> None:
+    with pytest.raises(ConfigError, match="number of bytes"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"spec_token": 3}, "unknown option.*spec_token"),
+        ({"spec_tokens": 9}, "--spec-tokens 9.*at most 8"),
+        ({"spec_tokens": -1}, "--spec-tokens -1.*at least 0"),
+        ({"spec_tokens": True}, "--spec-tokens True.*must be int"),
+        ({"spec_tokens": "3"}, "--spec-tokens '3'.*must be int"),
+        ({"enable_prefix_caching": 1}, "--enable-prefix-caching 1.*must be bool"),
+        ({"mamba_cache_mode": "all"}, "--mamba-cache-mode all.*use align"),
+        ({"mamba_cache_mode": "some"}, "--mamba-cache-mode 'some'.*none, align$"),
+        ({"runner": "v2"}, "--runner v2.*use v1"),
+        ({"mamba_cache_mode": "none", "enable_prefix_caching": True}, "needs --mamba-cache-mode align"),
+        ({"mamba_cache_mode": "none", "check_fused_copy": True}, "needs --mamba-cache-mode align"),
+        ({"mamba_block_size": 100}, "--mamba-block-size 100.*multiple of --kv-block-size.*16"),
+        ({"mamba_block_size": 7, "kv_block_size": 1, "spec_tokens": 7}, "at least 8, not 7"),
+        ({"max_num_batched_tokens": 3, "spec_tokens": 3}, "--max-num-batched-tokens 3.*at least 4"),
+        ({"mamba_cache_fraction": 1.0}, "--mamba-cache-fraction 1.0.*between 0 and 1"),
+        ({"mamba_cache_fraction": 0}, "--mamba-cache-fraction 0.*between 0 and 1"),
+        ({"cache_memory": "lots"}, "'lots' is not a number of bytes"),
+        ({"cache_memory": 0}, "--cache-memory 0.*at least 1"),
+        ({"max_model_len": 1}, "--max-model-len 1.*at least 2"),
+        ({"max_num_seqs": 0}, "--max-num-seqs 0.*at least 1"),
+        ({"model": ""}, "--model: must not be empty"),
+    ],
+)
+def test_refused_before_any_checkpoint_is_read(options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig.from_options(**options)
+
+
+def test_block_of_exactly_one_step_is_served() -> None:
+    EngineConfig.from_options(mamba_block_size=8, kv_block_size=8, spec_tokens=7, max_num_batched_tokens=8)
+
+
+def test_server_options_are_checked_too() -> None:
+    for part in (ServerConfig(port=65536), ServerConfig(host=""), ServerConfig(api_key="")):
+        with pytest.raises(ConfigError):
+            check_values(part)
+
+
+def resolved(facts: CheckpointFacts = FACTS, cuda: bool = False, **options: object) -> EngineConfig:
+    config = EngineConfig.from_options(**options)
+    return resolve(config, facts, cuda_available=cuda, cuda_free_bytes=10 << 30)
+
+
+def test_resolve_on_cpu() -> None:
+    config = resolved(spec_tokens=2)
+    assert (config.model.device, config.model.dtype, config.model.max_model_len) == ("cpu", "float32", 4096)
+    assert (config.cache.cache_memory, config.cache.enable_prefix_caching) == (1 << 30, True)
+    assert (config.spec.spec_tokens, config.spec.spec_method) == (2, "mtp")
+
+
+def test_resolve_on_cuda() -> None:
+    config = resolved(cuda=True, mamba_cache_mode="none")
+    assert (config.model.device, config.model.dtype) == ("cuda", "bfloat16")
+    assert (config.cache.cache_memory, config.cache.enable_prefix_caching) == (6 << 30, False)
+
+
+def test_resolve_drafts() -> None:
+    default, headless = replace(FACTS, is_default=True), replace(FACTS, num_mtp_layers=0)
+    assert resolved().spec.spec_tokens == 0 and resolved().spec.spec_method is None
+    assert resolved(default).spec.spec_tokens == 3
+    assert resolved(default, mamba_block_size=2, kv_block_size=2).spec.spec_tokens == 1
+    assert resolved(headless, spec_tokens=1).spec.spec_method == "ngram"
+    assert resolved(spec_tokens=1, spec_method="ngram").spec.spec_method == "ngram"
+    with pytest.raises(ConfigError, match="no MTP head"):
+        resolved(headless, spec_tokens=1, spec_method="mtp")
+
+
+def test_resolve_refuses() -> None:
+    with pytest.raises(ConfigError, match="--max-model-len 4097: at most 4096"):
+        resolved(max_model_len=4097)
+    with pytest.raises(ConfigError, match="--device cuda"):
+        resolved(device="cuda")
+
+
+def test_missing_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        locate(str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_facts(str(tmp_path), locate(str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+    with pytest.raises(ConfigError, match="max_position_embeddings"):
+        read_facts(str(tmp_path), tmp_path)
+
+
+def test_facts_of_a_nested_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"torch_dtype": "bfloat16", "text_config": {"vocab_size": 8, "max_position_embeddings": 64, '
+        '"mtp_num_hidden_layers": 1}}'
+    )
+    facts = read_facts(str(tmp_path), tmp_path)
+    assert (facts.name, facts.max_model_len, facts.vocab_size) == (tmp_path.name, 64, 8)
+    assert (facts.dtype, facts.num_mtp_layers, facts.is_default) == ("bfloat16", 1, False)
