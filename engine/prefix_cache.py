@@ -1,0 +1,157 @@
+"""The prefix cache: one tree of token prefixes over two pools, KV blocks and recurrent states.
+
+A prefix of k KV blocks is named by a 128-bit hash chained over its blocks (and the request's salt). A KV block is
+cached under the hash of the prefix that it ends; a state under the hash of the prefix that it is the state of.
+Cached KV prefixes are closed: when one is cached, so is every shorter one. Evicting a KV block therefore drops all
+that lies behind it, states included.
+"""
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+from mambalign.engine.block_pool import BlockPool
+from mambalign.engine.request import Request
+
+# A chat prompt ends in a header that the next turn does not contain: a boundary this close to the end of a prompt
+# may lie inside it, so the boundary before is kept as well.
+HEADER_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What the cache has for a text: everything up to `num_tokens` is there, KV and state.
+
+    `num_matched_tokens` counts the KV chain alone; it is larger when states are missing further on.
+    """
+
+    num_tokens: int
+    num_matched_tokens: int
+
+
+class PrefixCache:
+    """Looks up, publishes and evicts. Holds no reference to a block: the scheduler does."""
+
+    def __init__(self, kv_pool: BlockPool, mamba_pool: BlockPool, kv_block_tokens: int, mamba_block_tokens: int):
+        assert mamba_block_tokens % kv_block_tokens == 0
+        self.kv_pool = kv_pool
+        self.mamba_pool = mamba_pool
+        self.kv_block_tokens = kv_block_tokens
+        self.mamba_block_tokens = mamba_block_tokens
+        self._children: dict[bytes, set[bytes]] = {}  # cached KV prefix -> its cached extensions by one block
+        self._parent: dict[bytes, bytes] = {}
+        kv_pool.on_evict = self._drop_kv_subtree
+
+    def extend_hashes(self, request: Request) -> None:
+        """Hash the full KV blocks of the request's known tokens that are not hashed yet."""
+        size, hashes, tokens = self.kv_block_tokens, request.block_hashes, request.token_ids
+        for start in range(len(hashes) * size, len(tokens) - size + 1, size):
+            previous = hashes[-1] if hashes else hashlib.blake2b(request.cache_salt.encode(), digest_size=16).digest()
+            block = struct.pack(f"<{size}q", *tokens[start : start + size])
+            hashes.append(hashlib.blake2b(previous + block, digest_size=16).digest())
+
+    def state_hash(self, request: Request, boundary: int) -> bytes:
+        """Name of the prefix of `boundary` tokens, a positive multiple of the mamba block size."""
+        return request.block_hashes[boundary // self.kv_block_tokens - 1]
+
+    def lookup(self, request: Request) -> Hit:
+        """Longest prefix with both KV and state, at least one token short of the known text; changes nothing."""
+        self.extend_hashes(request)
+        num_matched_blocks = 0
+        for hash in request.block_hashes:
+            if self.kv_pool.lookup(hash) is None:
+                break
+            num_matched_blocks += 1
+        num_matched = num_matched_blocks * self.kv_block_tokens
+        step = self.mamba_block_tokens
+        boundary = min(num_matched, request.num_tokens - 1) // step * step
+        while boundary and self.mamba_pool.lookup(self.state_hash(request, boundary)) is None:
+            boundary -= step
+        return Hit(boundary, num_matched)
+
+    def boundaries_to_keep(self, request: Request, hit: Hit) -> list[int]:
+        """Boundaries behind the hit whose states a prefill keeps: the prompt's last, and the junction.
+
+        The junction is where the KV chain stops matching: texts that share this prefix part after it, so the next
+        one hits there. A state that is cached already is refreshed instead.
+        """
+        step, num_tokens = self.mamba_block_tokens, request.num_tokens
+        last = num_tokens // step * step
+        wanted = {last, hit.num_matched_tokens // step * step}
+        if num_tokens - last < HEADER_TOKENS:
+            wanted.add(last - step)
+        return sorted(m for m in wanted if m > hit.num_tokens and not self._touch_state(request, m))
+
+    def _touch_state(self, request: Request, boundary: int) -> bool:
+        block = self.mamba_pool.lookup(self.state_hash(request, boundary))
+        if block is not None:
+            self.mamba_pool.touch(block)
+        return block is not None
+
+    def touch_matched(self, request: Request, hit: Hit) -> None:
+        """Refresh the KV blocks that matched beyond the hit: they are computed again, but their copies are in use."""
+        first, last = hit.num_tokens // self.kv_block_tokens, hit.num_matched_tokens // self.kv_block_tokens
+        for hash in reversed(request.block_hashes[first:last]):
+            self.kv_pool.touch(self.kv_pool.lookup(hash))
+
+    def publish_kv(self, request: Request, num_tokens: int) -> None:
+        """Cache the request's KV blocks that lie within its first `num_tokens` tokens and are not cached yet."""
+        self.extend_hashes(request)
+        hashes, last = request.block_hashes, num_tokens // self.kv_block_tokens
+        first = last
+        while first and self.kv_pool.lookup(hashes[first - 1]) is None:
+            first -= 1
+        for i in range(first, last):
+            assert self.kv_pool.publish(request.kv_blocks[i], hashes[i])
+            if i:
+                self._children.setdefault(hashes[i - 1], set()).add(hashes[i])
+                self._parent[hashes[i]] = hashes[i - 1]
+
+    def publish_state(self, request: Request, boundary: int, block: int) -> bytes | None:
+        """Cache the state after `boundary` tokens; None when it is cached already and the block stays private.
+
+        The KV of the prefix must be cached (`publish_kv` first): without it nothing could reach the state.
+        """
+        hash = self.state_hash(request, boundary)
+        assert self.kv_pool.lookup(hash) is not None, "state published before its KV"
+        return hash if self.mamba_pool.publish(block, hash) else None
+
+    def supersede_state(self, hash: bytes) -> None:
+        """The state is of little use any more: evict it before all others."""
+        block = self.mamba_pool.lookup(hash)
+        if block is not None:
+            self.mamba_pool.demote(block)
+
+    def reset(self) -> None:
+        """Forget every prefix. Blocks that running requests hold stay theirs."""
+        for pool in (self.kv_pool, self.mamba_pool):
+            for hash in list(pool.published().values()):
+                pool.forget(hash)
+        self._children.clear()
+        self._parent.clear()
+
+    def _drop_kv_subtree(self, hash: bytes) -> None:
+        """The KV block of `hash` was evicted: nothing behind it can be reached."""
+        parent = self._parent.pop(hash, None)
+        if parent is not None:
+            self._children[parent].discard(hash)
+            if not self._children[parent]:
+                del self._children[parent]
+        stack = [hash]
+        while stack:
+            dropped = stack.pop()
+            self.kv_pool.forget(dropped)
+            self.mamba_pool.forget(dropped)
+            for child in self._children.pop(dropped, ()):
+                self._parent.pop(child)
+                stack.append(child)
+
+    def check(self) -> None:
+        """Cached KV prefixes are closed, and every cached state has its KV."""
+        kv_hashes = set(self.kv_pool.published().values())
+        for hash in self.mamba_pool.published().values():
+            assert hash in kv_hashes, "a cached state whose KV is gone"
+        for child, parent in self._parent.items():
+            assert child in kv_hashes and parent in kv_hashes, "a cached KV block whose prefix is gone"
+            assert child in self._children[parent]
+        assert sum(map(len, self._children.values())) == len(self._parent)

@@ -1,0 +1,68 @@
+"""A request as the engine sees it: its text, how far it is computed, and what it holds."""
+
+import enum
+from dataclasses import dataclass, field
+
+from mambalign.worker.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    WAITING = enum.auto()  # holds no block
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()  # holds no block
+
+
+@dataclass(eq=False)
+class Request:
+    """Counters are in tokens and named `num_*_tokens`; block lists are filled by the scheduler."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    choice: int = 0
+    arrival_time: float = 0.0
+    cache_salt: str = ""
+
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    num_computed_tokens: int = 0  # n: tokens whose KV and state are final
+    num_admitted_tokens: int = 0  # tokens known at the last admission; a row past them decodes
+    num_cached_tokens: int | None = None  # prefix-cache hit of the first admission
+    num_draft_tokens: int = 0  # drafts verified over the request's life
+    num_accepted_tokens: int = 0  # of those, kept in the text
+    num_preemptions: int = 0
+
+    draft_token_ids: list[int] = field(default_factory=list)  # proposed for the next step, dropped by preemption
+    running_column: int = -1  # c
+    kv_blocks: list[int] = field(default_factory=list)
+    mamba_blocks: dict[int, int] = field(default_factory=dict)  # column -> block id
+    boundaries: list[int] = field(default_factory=list)  # whose prefill states are still to be kept
+    block_hashes: list[bytes] = field(default_factory=list)  # of the known tokens' full KV blocks
+    decode_checkpoint: bytes | None = None  # hash of the last boundary that decode published
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)  # prompt, then output
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        """All but the last known token is computed, and that token was sampled since the last admission."""
+        return self.num_computed_tokens == self.num_tokens - 1 >= self.num_admitted_tokens
+
+    def append(self, token_id: int) -> None:
+        self.output_token_ids.append(token_id)
+        self.token_ids.append(token_id)

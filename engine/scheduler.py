@@ -1,0 +1,358 @@
+"""Decides what runs in a step, and books what it did. Owns the requests and both pools; touches no tensor.
+
+A step is `schedule() -> run -> update()`. Running requests go first, in the order of their admission, then waiting
+ones while budget, rows and blocks last. A running request that finds no block preempts the youngest; the oldest can
+always run, because start-up refuses pools in which one request alone would not fit.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mambalign.engine.block_pool import BlockPool
+from mambalign.engine.prefix_cache import Hit, PrefixCache
+from mambalign.engine.request import Request, RequestStatus
+from mambalign.worker.batch import NewRow, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
+from mambalign.worker.mamba_columns import cdiv, decode_columns, first_column, next_column, postcopy
+
+AppendToken = Callable[[Request, int], bool]
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Everything the scheduler must know of the engine, resolved."""
+
+    max_num_seqs: int  # rows that run at once
+    max_num_batched_tokens: int  # tokens a step, >= max_num_seqs
+    max_model_len: int
+    num_spec_tokens: int
+    kv_block_tokens: int
+    mamba_block_tokens: int
+    num_kv_blocks: int  # null block included
+    num_mamba_blocks: int
+    enable_prefix_caching: bool
+    num_lookahead_tokens: int  # KV slots past the step's tokens that the drafter writes: max(1, S), 0 without one
+
+
+@dataclass
+class SchedulerCounters:
+    """Totals since start, in tokens unless named otherwise."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0  # requests
+    drafted_rows: int = 0  # rows and steps that verified at least one draft
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)  # [S]
+
+
+class Scheduler:
+    """See the module's text. `append_token(request, token_id)` adds a token to the text and says if that ended it."""
+
+    def __init__(self, limits: SchedulerLimits, append_token: AppendToken):
+        self.limits = limits
+        self.append_token = append_token
+        self.kv_pool = BlockPool("kv", limits.num_kv_blocks)
+        self.mamba_pool = BlockPool("mamba", limits.num_mamba_blocks)
+        self.cache = PrefixCache(self.kv_pool, self.mamba_pool, limits.kv_block_tokens, limits.mamba_block_tokens)
+        self.requests: dict[str, Request] = {}
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.counters = SchedulerCounters(accepted_per_position=[0] * limits.num_spec_tokens)
+        self._removed: list[str] = []  # left the runner since the last step
+
+    # requests come and go
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises ValueError when its id is in use or it could never run."""
+        limit = self.limits.max_model_len
+        if request.request_id in self.requests:
+            raise ValueError(f"request_id: {request.request_id!r} is in use")
+        if not request.prompt_token_ids:
+            raise ValueError("prompt: must have at least one token")
+        if request.num_prompt_tokens >= limit:
+            raise ValueError(
+                f"prompt: {request.num_prompt_tokens} tokens leave no room for output within {limit} (max_model_len)"
+            )
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def finish(self, request_id: str, reason: str) -> Request | None:
+        """End a request now, in whatever state; None when it has ended already."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return None
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self._removed.append(request_id)
+        else:
+            self.waiting.remove(request)
+        request.finish_reason = request.finish_reason or reason
+        request.status = RequestStatus.FINISHED
+        self._release_blocks(request)
+        return request
+
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def max_total_tokens(self, request: Request) -> int:
+        """Longest text, prompt included, that the request may reach."""
+        return min(request.num_prompt_tokens + request.params.max_tokens, self.limits.max_model_len)
+
+    # schedule
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan a step. Every row has its blocks; with any request alive, at least one row runs."""
+        output = SchedulerOutput(rows=[])
+        num_preemptions = self.counters.preemptions
+        budget = self._schedule_running(output, self.limits.max_num_batched_tokens)
+        if self.counters.preemptions == num_preemptions:  # else the preempted one would come straight back
+            self._schedule_waiting(output, budget)
+        output.removed, self._removed = self._removed, []
+        assert output.rows or not self.requests, "a step that schedules nothing"
+        return output
+
+    def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
+        draft_budget = self._draft_budget(budget)
+        for request in list(self.running):
+            if budget == 0:
+                break
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted for an older one
+            token_ids = self._next_tokens(request, budget, draft_budget)
+            while not self._allocate(request, len(token_ids)):
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is request:
+                    break
+            if request.status is not RequestStatus.RUNNING:
+                break
+            budget -= len(token_ids)
+            if request.is_decode:
+                draft_budget -= len(token_ids) - 1
+            output.rows.append(self._row(request, token_ids))
+        return budget
+
+    def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
+        while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
+            request = self.waiting[0]
+            hit = self._take_hit(request)
+            token_ids = request.token_ids[hit.num_tokens : hit.num_tokens + budget]
+            if not self._allocate(request, len(token_ids)):
+                self._release_blocks(request)
+                return
+            self.waiting.popleft()
+            self.running.append(request)
+            request.status = RequestStatus.RUNNING
+            self._count_hit(request, hit)
+            budget -= len(token_ids)
+            output.new_rows.append(self._new_row(request))
+            output.rows.append(self._row(request, token_ids))
+
+    def _draft_budget(self, budget: int) -> int:
+        """Drafts use what one token for every row leaves; half of the step is kept for prompts, if there are any."""
+        prompts_pending = bool(self.waiting) or any(not r.is_decode for r in self.running)
+        return max(0, budget - len(self.running) - (budget // 2 if prompts_pending else 0))
+
+    def _next_tokens(self, request: Request, budget: int, draft_budget: int) -> list[int]:
+        n = request.num_computed_tokens
+        if not request.is_decode:
+            return request.token_ids[n : n + budget]
+        room = self.max_total_tokens(request) - request.num_tokens - 1  # the step adds one token more than drafts
+        return request.token_ids[n:] + request.draft_token_ids[: max(0, min(room, draft_budget, budget - 1))]
+
+    def _take_hit(self, request: Request) -> Hit:
+        """Admission: hold the cached prefix and start the request's columns from it."""
+        hit = Hit(0, 0)
+        if self.limits.enable_prefix_caching:
+            hit = self.cache.lookup(request)
+            request.boundaries = self.cache.boundaries_to_keep(request, hit)
+            self.cache.touch_matched(request, hit)
+        request.num_computed_tokens = hit.num_tokens
+        request.num_admitted_tokens = request.num_tokens
+        request.running_column = first_column(hit.num_tokens, self.limits.mamba_block_tokens)
+        for hash in request.block_hashes[: hit.num_tokens // self.limits.kv_block_tokens]:
+            block = self.kv_pool.lookup(hash)
+            self.kv_pool.retain(block)
+            request.kv_blocks.append(block)
+        if hit.num_tokens:
+            block = self.mamba_pool.lookup(self.cache.state_hash(request, hit.num_tokens))
+            self.mamba_pool.retain(block)
+            request.mamba_blocks[request.running_column] = block
+        return hit
+
+    def _count_hit(self, request: Request, hit: Hit) -> None:
+        if request.num_cached_tokens is not None:
+            return  # resumed: only the first admission answers to the hit law
+        request.num_cached_tokens = hit.num_tokens
+        self.counters.prompt_tokens += request.num_prompt_tokens
+        if self.limits.enable_prefix_caching:
+            self.counters.prefix_queries += request.num_prompt_tokens
+            self.counters.prefix_hits += hit.num_tokens
+
+    # blocks
+
+    def _allocate(self, request: Request, num_tokens: int) -> bool:
+        """Give the request every block that a step of `num_tokens` tokens needs, or nothing and False."""
+        end = request.num_computed_tokens + num_tokens
+        num_kv = cdiv(end + self.limits.num_lookahead_tokens, self.limits.kv_block_tokens) - len(request.kv_blocks)
+        columns = [c for c in self._columns(request, num_tokens) if c not in request.mamba_blocks]
+        if num_kv > self.kv_pool.num_free or len(columns) > self.mamba_pool.num_free:
+            return False
+        request.kv_blocks += [self.kv_pool.allocate() for _ in range(num_kv)]
+        for column in columns:
+            request.mamba_blocks[column] = self.mamba_pool.allocate()
+        return True
+
+    def _columns(self, request: Request, num_tokens: int) -> list[int]:
+        """Mamba columns that a step of `num_tokens` tokens writes, or must keep for a copy."""
+        n, c, size = request.num_computed_tokens, request.running_column, self.limits.mamba_block_tokens
+        if request.is_decode:
+            return list(decode_columns(n, c, num_tokens, size, self.limits.num_spec_tokens))
+        asked = [m // size - 1 for m in self._boundaries_within(request, n + num_tokens)]
+        return sorted({next_column(c, n, num_tokens, size), *asked})
+
+    def _boundaries_within(self, request: Request, end: int) -> list[int]:
+        return [m for m in request.boundaries if request.num_computed_tokens < m <= end]
+
+    def _preempt(self, request: Request) -> None:
+        """Take everything from a running request; it starts over, from the cache if it can, as the next to run."""
+        self.running.remove(request)
+        self.waiting.appendleft(request)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        self.counters.preemptions += 1
+        self._removed.append(request.request_id)
+        self._release_blocks(request)
+
+    def _release_blocks(self, request: Request) -> None:
+        """Give everything back, the end of the text first, so that it is evicted before what leads to it."""
+        for block in reversed(request.kv_blocks):
+            self.kv_pool.release(block)
+        for column in sorted(request.mamba_blocks, reverse=True):
+            self.mamba_pool.release(request.mamba_blocks[column])
+        request.kv_blocks, request.mamba_blocks, request.boundaries = [], {}, []
+        request.draft_token_ids = []
+        request.num_computed_tokens, request.running_column = 0, -1
+
+    # what the runner sees
+
+    def _new_row(self, request: Request) -> NewRow:
+        return NewRow(
+            request_id=request.request_id,
+            params=request.params,
+            choice=request.choice,
+            num_prompt_tokens=request.num_prompt_tokens,
+            token_ids=list(request.token_ids),
+            num_computed_tokens=request.num_computed_tokens,
+        )
+
+    def _row(self, request: Request, token_ids: list[int]) -> ScheduledRow:
+        n, is_decode = request.num_computed_tokens, request.is_decode
+        end = n + len(token_ids)
+        known_after = end < request.num_tokens and not is_decode
+        return ScheduledRow(
+            request_id=request.request_id,
+            num_computed_tokens=n,
+            token_ids=token_ids,
+            is_decode=is_decode,
+            kv_blocks=list(request.kv_blocks),
+            mamba_blocks=dict(request.mamba_blocks),
+            boundaries=[] if is_decode else self._boundaries_within(request, end),
+            next_token_id=request.token_ids[end] if known_after else None,
+        )
+
+    # update
+
+    def update(self, scheduled: SchedulerOutput, output: RunnerOutput) -> list[tuple[Request, list[int]]]:
+        """Book a step that has run; returns each row's request and the tokens that its text gained.
+
+        Only here are blocks published: their contents are written and committed.
+        """
+        gained = []
+        for row, result in zip(scheduled.rows, output.results, strict=True):
+            assert row.request_id == result.request_id
+            request = self.requests[row.request_id]
+            gained.append((request, self._advance(request, row, result)))
+        return gained
+
+    def _advance(self, request: Request, row: ScheduledRow, result: RowResult) -> list[int]:
+        n, size = row.num_computed_tokens, self.limits.mamba_block_tokens
+        assert request.num_computed_tokens == n
+        num_final = len(result.token_ids) if row.is_decode else row.num_tokens
+        request.running_column = next_column(request.running_column, n, row.num_tokens, size)
+        request.num_computed_tokens = n + num_final
+        kept, finished = self._append_tokens(request, result.token_ids)
+        if row.is_decode:
+            self._count_drafts(request, row.num_tokens - 1, min(len(result.token_ids) - 1, len(kept)))
+        if self.limits.enable_prefix_caching:
+            self._publish(request, row, num_final)
+        if finished:
+            self.finish(request.request_id, request.finish_reason or "stop")
+        else:
+            request.draft_token_ids = list(result.draft_token_ids)
+            self._free_columns_behind(request)
+        return kept
+
+    def _append_tokens(self, request: Request, token_ids: list[int]) -> tuple[list[int], bool]:
+        for i, token_id in enumerate(token_ids):
+            self.counters.generation_tokens += 1
+            if self.append_token(request, token_id):
+                return token_ids[: i + 1], True
+        return token_ids, False
+
+    def _count_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        if num_drafts == 0:
+            return
+        request.num_draft_tokens += num_drafts
+        request.num_accepted_tokens += num_accepted
+        self.counters.drafted_rows += 1
+        self.counters.draft_tokens += num_drafts
+        self.counters.accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            self.counters.accepted_per_position[position] += 1
+
+    def _publish(self, request: Request, row: ScheduledRow, num_final: int) -> None:
+        """Cache what the step completed, as far as the text goes: a stop may have cut the last tokens off."""
+        n, size = row.num_computed_tokens, self.limits.mamba_block_tokens
+        num_committed = min(request.num_computed_tokens, request.num_tokens)
+        self.cache.publish_kv(request, num_committed)
+        if not row.is_decode:
+            for boundary in row.boundaries:
+                self.cache.publish_state(request, boundary, request.mamba_blocks[boundary // size - 1])
+            return
+        crossed = postcopy(request.running_column, n, num_final, size)
+        if crossed is None or crossed.boundary > num_committed:
+            return
+        hash = self.cache.publish_state(request, crossed.boundary, request.mamba_blocks[crossed.dest_column])
+        if request.decode_checkpoint is not None:
+            self.cache.supersede_state(request.decode_checkpoint)
+        request.decode_checkpoint = hash
+
+    def _free_columns_behind(self, request: Request) -> None:
+        first = request.num_computed_tokens // self.limits.mamba_block_tokens
+        for column in sorted(request.mamba_blocks):
+            if column < first and column != request.running_column:
+                self.mamba_pool.release(request.mamba_blocks.pop(column))
+
+    # the whole
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False when running requests still hold some of their blocks."""
+        self.cache.reset()
+        return not self.running
+
+    def check(self) -> None:
+        """Walk both pools, the tree and every request; raises AssertionError on the first contradiction."""
+        self.kv_pool.check(Counter(b for r in self.requests.values() for b in r.kv_blocks))
+        self.mamba_pool.check(Counter(b for r in self.requests.values() for b in r.mamba_blocks.values()))
+        self.cache.check()
+        for request in self.waiting:
+            assert request.status is RequestStatus.WAITING and not request.kv_blocks and not request.mamba_blocks
+        for request in self.running:
+            assert request.status is RequestStatus.RUNNING
+            assert request.num_computed_tokens < request.num_tokens
+        assert len(self.waiting) + len(self.running) == len(self.requests)
