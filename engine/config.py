@@ -35,19 +35,15 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
 @dataclass(frozen=True)
 class ModelConfig:
     model: str | None = option(
-        None, "checkpoint folder or hub id (none: the small model that ships)", positional=True
+        None, "checkpoint folder or hub id (default: the small model that ships)", positional=True
     )
     dtype: str = option(
         "auto",
         "weights and activations (auto: float32 on CPU, the checkpoint's on CUDA)",
         choices=("auto", "float32", "bfloat16"),
     )
-    device: str = option(
-        "auto", "device to run on (auto: cuda if there is one)", choices=("auto", "cpu", "cuda")
-    )
-    max_model_len: int | None = option(
-        None, "longest prompt + output, tokens (none: the checkpoint's)", low=2
-    )
+    device: str = option("auto", "device to run on (auto: cuda if there is one)", choices=("auto", "cpu", "cuda"))
+    max_model_len: int | None = option(None, "longest prompt + output, tokens (default: the checkpoint's)", low=2)
     seed: int = option(0, "where the seeds of requests that bring none start", low=0, high=2**63 - 1)
 
 
@@ -65,44 +61,40 @@ class CacheConfig:
     mamba_conv_layout: str = option(
         "SD", "conv states stored [state_len, dim] or [dim, state_len]", choices=("SD", "DS")
     )
-    mamba_ssm_cache_dtype: str = option(
-        "float32", "temporal states", choices=("float32", "bfloat16", "float16")
-    )
+    mamba_ssm_cache_dtype: str = option("float32", "temporal states", choices=("float32", "bfloat16", "float16"))
     kv_block_size: int = option(16, "tokens per KV block", low=1, high=1024)
     cache_memory: int | None = option(
         None,
-        "both caches together, bytes or like 512MiB, 4GiB (none: 1GiB on CPU, 60% of free memory on CUDA)",
+        "both caches together, bytes or like 512MiB, 4GiB (default: 1GiB on CPU, 60% of free memory on CUDA)",
         bytes=True,
         low=1,
     )
     mamba_cache_fraction: float | None = option(
         None,
-        "share of --cache-memory for states, between 0 and 1 (none: what the running requests need first)",
+        "share of --cache-memory for states, between 0 and 1 (default: what the running requests need first)",
     )
     enable_prefix_caching: bool | None = option(
-        None, "look up and publish prefixes (none: yes with --mamba-cache-mode align)"
+        None, "look up and publish prefixes (default: yes with --mamba-cache-mode align)"
     )
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     max_num_seqs: int = option(16, "requests that run at once", low=1, high=4096)
-    max_num_batched_tokens: int = option(
-        2048, "tokens a step, prompts and drafts together", low=1, high=1 << 20
-    )
+    max_num_batched_tokens: int = option(2048, "tokens a step, prompts and drafts together", low=1, high=1 << 20)
 
 
 @dataclass(frozen=True)
 class SpecConfig:
     spec_tokens: int | None = option(
         None,
-        "draft tokens a step, 0 to 8 (none: 0, and 3 for the model that ships)",
+        "draft tokens a step, 0 to 8 (default: 0, and 3 for the model that ships)",
         low=0,
         high=MAX_SPEC_TOKENS,
     )
     spec_method: str | None = option(
         None,
-        "where drafts come from (none: mtp if the checkpoint has a head, else ngram)",
+        "where drafts come from (default: mtp if the checkpoint has a head, else ngram)",
         choices=("mtp", "ngram"),
     )
 
@@ -112,20 +104,16 @@ class RunnerConfig:
     runner: str = option(
         "v1", "model runner", choices=("v1", "v2"), refused={"v2": "it is not in this version yet; use v1"}
     )
-    check_fused_copy: bool = option(
-        False, "compare every copy of a state with the scalar path and fail loudly"
-    )
+    check_fused_copy: bool = option(False, "compare every copy of a state with the scalar path and fail loudly")
 
 
 @dataclass(frozen=True)
 class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on (0: any free one, printed at start)", low=0, high=65535)
-    served_model_name: str | None = option(None, "name in the API (none: the hub id, or the folder's name)")
-    api_key: str | None = option(None, "require this bearer token from clients (none: no token)")
-    log_level: str = option(
-        "info", "least severe messages to print", choices=("debug", "info", "warning", "error")
-    )
+    served_model_name: str | None = option(None, "name in the API (default: the hub id, or the folder's name)")
+    api_key: str | None = option(None, "require this bearer token from clients (default: no token)")
+    log_level: str = option("info", "least severe messages to print", choices=("debug", "info", "warning", "error"))
 
 
 @dataclass(frozen=True)
@@ -244,9 +232,7 @@ def validate(config: EngineConfig) -> None:
         raise ConfigError(f"--mamba-cache-fraction {cache.mamba_cache_fraction}: must lie between 0 and 1")
     if cache.mamba_cache_mode == "none":
         if cache.enable_prefix_caching:
-            raise ConfigError(
-                "--enable-prefix-caching needs --mamba-cache-mode align: mode none keeps no state"
-            )
+            raise ConfigError("--enable-prefix-caching needs --mamba-cache-mode align: mode none keeps no state")
         if config.runner.check_fused_copy:
             raise ConfigError("--check-fused-copy needs --mamba-cache-mode align: mode none copies no state")
 

@@ -1,0 +1,312 @@
+"""How to talk to an engine: `EngineClient` to one in its own process, `LocalClient` to one in this.
+
+Owns the engine process, request ids, and the splitting of n choices into n engine requests. Knows nothing of
+HTTP. Every request that is taken in gets exactly one ending: an output with a finish reason, or an error below.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from mambalign.engine.config import ConfigError, EngineConfig
+from mambalign.engine.core_process import (
+    DEFAULT_CORE,
+    Abort,
+    Add,
+    Call,
+    Failed,
+    FromEngine,
+    Hello,
+    Outputs,
+    Progress,
+    Ready,
+    Rejected,
+    Reply,
+    Stop,
+    ToEngine,
+)
+from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
+from mambalign.worker.sampling_params import SamplingParams
+
+STOP_SECONDS = 5.0  # how long the engine process may take to leave once told to
+LAST_WORDS_SECONDS = 0.1  # how long after its end its last messages may take to be read
+
+
+class EngineError(RuntimeError):
+    """The engine failed while it ran a request; the request has ended."""
+
+
+class EngineDeadError(EngineError):
+    """The engine process is gone, or was never there; nothing can run any more."""
+
+
+class RequestError(ValueError):
+    """A request that can never run. The text names the field and the limit."""
+
+
+class RequestFactory:
+    """Makes engine requests: unique ids, a seed for who brings none, one request per choice."""
+
+    def __init__(self, seed: int):
+        self._seeds = random.Random(seed)
+        self._ids = itertools.count()
+
+    def split(self, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str = "") -> list[EngineRequest]:
+        """`params.n` requests, choices 0 to n-1, with one seed: (seed, choice, position) gives the noise."""
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        name, now = f"request-{next(self._ids)}", time.time()
+        single = msgspec.structs.replace(params, seed=seed, n=1)
+        return [
+            EngineRequest(f"{name}-{choice}", prompt_token_ids, single, choice, now, cache_salt)
+            for choice in range(params.n)
+        ]
+
+
+class LocalClient:
+    """Runs requests on a core in this process, one caller at a time."""
+
+    def __init__(self, core: Any):
+        self.core = core
+
+    def generate(self, requests: Sequence[EngineRequest]) -> Iterator[EngineOutput]:
+        """Run all to their end, outputs as they come. Raises RequestError (before the first step), EngineError.
+
+        A caller that leaves early (break, Ctrl-C) aborts the rest.
+        """
+        live: set[str] = set()
+        try:
+            for request in requests:
+                try:
+                    self.core.add_request(request)
+                except ValueError as error:
+                    raise RequestError(str(error)) from error
+                live.add(request.request_id)
+            while live:
+                for output in self.core.step():
+                    if output.finish_reason:
+                        live.discard(output.request_id)
+                    if output.finish_reason == "error":
+                        raise EngineError(output.error or "the engine failed")
+                    yield output
+        except (RequestError, EngineError, GeneratorExit, KeyboardInterrupt):
+            for request_id in live:
+                self.core.abort(request_id)
+            while live and self.core.has_work():
+                live.difference_update(o.request_id for o in self.core.step() if o.finish_reason)
+            raise
+
+
+class EngineClient:
+    """An engine in its own process. Made and used on one event loop."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: Callable[[str], None] | None = None,
+        core: str = DEFAULT_CORE,
+    ):
+        self.ready: Ready | None = None  # what the engine said when it could serve; filled by `start`
+        self.factory = RequestFactory(config.model.seed)
+        self._config = config
+        self._core = core
+        self._progress = progress
+        self._error: EngineDeadError | ConfigError | None = None  # why nothing can run any more
+        self._dead = asyncio.Event()
+        self._queues: dict[str, asyncio.Queue[EngineOutput | Exception]] = {}  # by request id
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
+
+    async def start(self) -> Ready:
+        """Start the process and wait until it can serve. Raises ConfigError, EngineDeadError."""
+        self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        long_tmp = len(tempfile.gettempdir()) > 60  # a socket's path holds about 100 characters
+        self._folder = tempfile.mkdtemp(prefix="mambalign-", dir="/tmp" if long_tmp else None)  # mode 0700
+        address = f"ipc://{Path(self._folder) / 'engine.sock'}"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.bind(address)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "mambalign.engine.core_process", stdin=asyncio.subprocess.PIPE
+        )
+        hello = self._encoder.encode(Hello(address, self._core, self._config))
+        self._process.stdin.write(b"%d\n%b" % (len(hello), hello))
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        try:
+            self.ready = await self._started
+        except BaseException:
+            await self.shutdown(drain=False)
+            raise
+        return self.ready
+
+    @property
+    def healthy(self) -> bool:
+        """Requests can be run now."""
+        return self.ready is not None and self._error is None and not self._draining
+
+    @property
+    def num_live_requests(self) -> int:
+        return len(self._queues)
+
+    async def wait_dead(self) -> str:
+        """Return, with the reason, once the engine has died. Never returns after an orderly shutdown."""
+        await self._dead.wait()
+        return str(self._error)
+
+    async def generate(self, request: EngineRequest | Sequence[EngineRequest]) -> AsyncIterator[EngineOutput]:
+        """Run one request, or several side by side; yield their outputs as they come.
+
+        Raises RequestError (can never run), EngineError (failed on the way), EngineDeadError. When the
+        consumer goes away (cancelled, closed) whatever still runs is aborted.
+        """
+        requests = [request] if isinstance(request, EngineRequest) else request
+        self._check_alive()
+        queue: asyncio.Queue[EngineOutput | Exception] = asyncio.Queue()
+        live = {r.request_id for r in requests}
+        try:
+            for r in requests:
+                self._queues[r.request_id] = queue
+                self._send(Add(r))
+            while live:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item.finish_reason:
+                    live.discard(item.request_id)
+                    self._queues.pop(item.request_id, None)
+                if item.finish_reason == "error":
+                    raise EngineError(item.error or "the engine failed")
+                yield item
+        finally:
+            for request_id in live:
+                self.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; outputs that are still on their way are dropped. Unknown ids are ignored."""
+        if self._queues.pop(request_id, None) is not None and self._error is None:
+            self._send(Abort(request_id))
+
+    async def stats(self) -> EngineStats:
+        return msgspec.convert(await self._call("stats"), EngineStats)
+
+    async def reset_prefix_cache(self) -> bool:
+        """False when running requests still use some of it; the rest is reset."""
+        return await self._call("reset_prefix_cache")
+
+    async def check(self) -> None:
+        """Raise AssertionError if a pool of the engine is inconsistent."""
+        await self._call("check")
+
+    async def free_blocks(self) -> dict[str, tuple[int, int]]:
+        """Pool -> (free, total)."""
+        return {name: tuple(pair) for name, pair in (await self._call("free_blocks")).items()}
+
+    async def drain(self) -> None:
+        """Take no new request and wait until those that run have ended."""
+        self._draining = True
+        while self._queues and self._error is None:
+            await asyncio.sleep(0.02)
+
+    async def shutdown(self, drain: bool = True) -> None:
+        """End the process: after the running requests have ended, or at once. Safe to call twice."""
+        if not self._tasks:
+            return
+        if drain:
+            await self.drain()
+        self._draining = True
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._process.returncode is None:
+            self._send(Stop())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), STOP_SECONDS if drain else 0.5)
+        if self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+        self._fail(EngineDeadError("the engine was shut down"))
+        self._socket.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self.ready is None or self._draining:
+            raise EngineDeadError("the engine is shutting down" if self._draining else "the engine is still loading")
+
+    def _send(self, message: ToEngine) -> None:
+        self._socket.send(self._encoder.encode(message))  # in order, and at once: no high-water mark
+
+    async def _call(self, method: str) -> Any:
+        self._check_alive()
+        call_id = next(self._call_ids)
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._send(Call(call_id, method))
+        try:
+            return await future
+        finally:
+            self._calls.pop(call_id, None)
+
+    async def _receive(self) -> None:
+        while True:
+            self._handle(self._decoder.decode(await self._socket.recv()))
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case Outputs(outputs):
+                for output in outputs:
+                    if queue := self._queues.get(output.request_id):
+                        queue.put_nowait(output)
+            case Rejected(request_id, text):
+                if queue := self._queues.pop(request_id, None):
+                    queue.put_nowait(RequestError(text))
+            case Reply(call_id, value, error):
+                future = self._calls.get(call_id)
+                if future is not None and not future.done():
+                    future.set_exception(AssertionError(error)) if error else future.set_result(value)
+            case Progress(text):
+                if self._progress:
+                    self._progress(text)
+            case Ready():
+                if not self._started.done():
+                    self._started.set_result(message)
+            case Failed(text, is_config_error):
+                self._fail(ConfigError(text) if is_config_error else EngineDeadError(text))
+
+    async def _watch(self) -> None:
+        """Wait for the process to end by itself, take what it said last, and end every request."""
+        code = await self._process.wait()
+        await asyncio.sleep(LAST_WORDS_SECONDS)
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self._fail(EngineDeadError(f"the engine process {how}"))
+        self._dead.set()
+
+    def _fail(self, error: EngineDeadError | ConfigError) -> None:
+        """Nothing can run any more: end every request and call with `error`. The first reason stands."""
+        self._error = self._error or error
+        for queue in set(self._queues.values()):
+            queue.put_nowait(self._error)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(self._error)
+        self._queues.clear()
+        if not self._started.done():
+            self._started.set_exception(self._error)
