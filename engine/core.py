@@ -1,0 +1,253 @@
+"""The engine in one thread: requests in, steps, outputs out. Knows the model and the scheduler, nothing of HTTP."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mambalign.engine.capacity import PoolPlan, describe, plan_pools
+from mambalign.engine.checkpoint import load_tokenizer, locate, read_facts
+from mambalign.engine.config import CheckpointFacts, EngineConfig, resolve
+from mambalign.engine.detokenizer import Detokenizer
+from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
+from mambalign.engine.request import Request
+from mambalign.engine.scheduler import Scheduler, SchedulerLimits
+from mambalign.worker.mamba_columns import cdiv
+from mambalign.worker.models.registry import load_model
+from mambalign.worker.runner_v1 import ModelRunnerV1, RunnerLimits
+from mambalign.worker.state_cache import StateCache, bytes_per_kv_block, bytes_per_state
+
+
+@dataclass
+class LiveRequest:
+    """A request's way out: its text so far as the client sees it, and what the next output will bring."""
+
+    request: Request
+    detokenizer: Detokenizer
+    new_text: str = ""
+
+
+class EngineCore:
+    """Loads a model and serves requests step by step.
+
+    Raises ConfigError for options that cannot be served, before any weight is loaded where that can be known.
+    Not thread-safe: one thread calls everything.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None):
+        say = progress or (lambda line: None)
+        path = locate(config.model.model)
+        self.facts: CheckpointFacts = read_facts(config.model.model, path)
+        self.config = resolve(config, self.facts, cuda_available=torch.cuda.is_available())
+        self.tokenizer = load_tokenizer(path)
+        say(f"loading {self.facts.name} ({self.config.model.dtype}, {self.config.model.device})")
+        dtype = getattr(torch, self.config.model.dtype)
+        ssm_dtype = getattr(torch, self.config.cache.mamba_ssm_cache_dtype)
+        self.model = load_model(path, dtype, self.config.model.device, ssm_dtype=ssm_dtype)
+        self.max_model_len: int = self.config.model.max_model_len
+        self.vocab_size: int = self.model.vocab_size
+        self.eos_token_ids: list[int] = list(self.model.eos_token_ids)
+        self.spec_tokens: int = self.config.spec.spec_tokens
+        self.spec_method: str | None = self.config.spec.spec_method
+        self._build_pools()
+        self._live: dict[str, LiveRequest] = {}
+        self._endings: list[EngineOutput] = []  # of requests that ended between steps
+        self._precopies = self._precopies_biased = self._postcopies = 0
+
+    def _build_pools(self) -> None:
+        cache, scheduler = self.config.cache, self.config.scheduler
+        drafts_by_mtp = self.spec_method == "mtp"
+        attention_specs, state_specs = self.model.attention_specs(), self.model.state_specs()
+        if not drafts_by_mtp:
+            attention_specs = attention_specs[: self.model.num_target_attention_layers]
+            state_specs = [spec for spec in state_specs if spec.kind != "carry"]
+        lookahead = max(1, self.spec_tokens) if drafts_by_mtp else 0
+        block_tokens = self._mamba_block_tokens()
+        sizes = dict(
+            kv_block_bytes=bytes_per_kv_block(attention_specs, cache.kv_block_size),
+            state_bytes=bytes_per_state(state_specs, self.model.conv_width, self.spec_tokens),
+            kv_block_tokens=cache.kv_block_size,
+            mamba_block_tokens=block_tokens,
+            num_spec_tokens=self.spec_tokens,
+        )
+        plan = plan_pools(
+            cache_memory=cache.cache_memory,
+            mamba_fraction=cache.mamba_cache_fraction,
+            max_num_seqs=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+            max_model_len=self.max_model_len,
+            num_lookahead_tokens=lookahead,
+            **sizes,
+        )
+        self.plan = self._describe_options() + describe(plan, prefix_caching=cache.enable_prefix_caching, **sizes)
+        self.scheduler = Scheduler(self._limits(plan, block_tokens, lookahead), self._append_token)
+        self.state_cache = StateCache.allocate(
+            attention_specs,
+            state_specs,
+            num_kv_blocks=plan.num_kv_blocks,
+            num_mamba_blocks=plan.num_mamba_blocks,
+            kv_block_tokens=cache.kv_block_size,
+            mamba_block_tokens=block_tokens,
+            conv_layout=cache.mamba_conv_layout,
+            conv_width=self.model.conv_width,
+            num_spec_tokens=self.spec_tokens,
+            device=self.config.model.device,
+        )
+        self.runner = ModelRunnerV1(
+            self.model,
+            self.state_cache,
+            RunnerLimits(plan.max_num_seqs, self.max_model_len, self.spec_tokens, self.spec_method or "ngram"),
+        )
+
+    def _mamba_block_tokens(self) -> int:
+        """Mode none keeps no boundary: one block spans the longest text, so no step ever crosses one."""
+        cache = self.config.cache
+        if cache.mamba_cache_mode == "align":
+            return cache.mamba_block_size
+        return cdiv(self.max_model_len + self.spec_tokens + 1, cache.kv_block_size) * cache.kv_block_size
+
+    def _limits(self, plan: PoolPlan, block_tokens: int, lookahead: int) -> SchedulerLimits:
+        cache = self.config.cache
+        return SchedulerLimits(
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            num_spec_tokens=self.spec_tokens,
+            kv_block_tokens=cache.kv_block_size,
+            mamba_block_tokens=block_tokens,
+            num_kv_blocks=plan.num_kv_blocks,
+            num_mamba_blocks=plan.num_mamba_blocks,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            num_lookahead_tokens=lookahead,
+        )
+
+    def _describe_options(self) -> list[str]:
+        model, cache = self.config.model, self.config.cache
+        drafts = f"{self.spec_tokens} a step by {self.spec_method}" if self.spec_tokens else "none"
+        return [
+            f"model: {self.facts.name}, {model.dtype} on {model.device}, up to {self.max_model_len:,} tokens a request",
+            f"runner: {self.config.runner.runner}, conv states {cache.mamba_conv_layout}, "
+            f"states {cache.mamba_ssm_cache_dtype}",
+            f"drafts: {drafts}",
+        ]
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request. Raises ValueError, naming the field and the limit, when it can never run."""
+        request.params.validate(self.vocab_size)
+        for token_id in request.prompt_token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"prompt: token id {token_id} is not in 0..{self.vocab_size - 1}")
+        live = Request(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            params=request.params,
+            choice=request.choice,
+            arrival_time=request.arrival_time,
+            cache_salt=request.cache_salt,
+        )
+        self.scheduler.add_request(live)
+        params = request.params
+        detokenizer = Detokenizer(
+            self.tokenizer.backend_tokenizer, request.prompt_token_ids, params.stop, min_tokens=params.min_tokens
+        )
+        self._live[request.request_id] = LiveRequest(live, detokenizer)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its last output, with finish_reason "abort", comes with the next step."""
+        request = self.scheduler.finish(request_id, "abort")
+        if request is not None:
+            live = self._live.pop(request_id)
+            live.new_text += live.detokenizer.finish()
+            self._endings.append(self._output(live, [], None))
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work() or bool(self._endings)
+
+    def step(self) -> list[EngineOutput]:
+        """Run one step; the outputs of every row that gained tokens or ended."""
+        outputs, self._endings = self._endings, []
+        if not self.scheduler.has_work():
+            return outputs
+        scheduled = self.scheduler.schedule()
+        result = self.runner.execute_model(scheduled)
+        self._precopies += result.num_precopies
+        self._precopies_biased += result.num_biased_precopies
+        self._postcopies += result.num_postcopies
+        gained = self.scheduler.update(scheduled, result)
+        for (request, tokens), row in zip(gained, result.results, strict=True):
+            live = self._live[request.request_id]
+            if request.finish_reason is not None:
+                del self._live[request.request_id]
+            if tokens or request.finish_reason is not None:
+                outputs.append(self._output(live, tokens, row.logprobs))
+        return outputs
+
+    def _output(self, live: LiveRequest, tokens: list[int], logprobs: list | None) -> EngineOutput:
+        request, text = live.request, live.new_text
+        live.new_text = ""
+        return EngineOutput(
+            request_id=request.request_id,
+            new_text=text,
+            new_token_ids=tokens,
+            new_logprobs=logprobs[: len(tokens)] if logprobs is not None else None,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            num_draft_tokens=request.num_draft_tokens,
+            num_accepted_tokens=request.num_accepted_tokens,
+        )
+
+    def _append_token(self, request: Request, token_id: int) -> bool:
+        """Add one token to a request's text and say whether that ends it, as if tokens came one at a time."""
+        live, params = self._live[request.request_id], request.params
+        request.append(token_id)
+        is_eos = token_id in self.eos_token_ids and not params.ignore_eos
+        if request.num_output_tokens >= params.min_tokens and (is_eos or token_id in params.stop_token_ids):
+            request.finish_reason = "stop"
+            request.stop_reason = None if is_eos else token_id
+        else:
+            live.new_text += live.detokenizer.append(token_id)
+            if live.detokenizer.stop_string is not None:
+                request.finish_reason, request.stop_reason = "stop", live.detokenizer.stop_string
+            elif request.num_tokens >= self.scheduler.max_total_tokens(request):
+                request.finish_reason = "length"
+        if request.finish_reason is None:
+            return False
+        live.new_text += live.detokenizer.finish()
+        return True
+
+    def stats(self) -> EngineStats:
+        """Totals since start and gauges of now."""
+        scheduler, c = self.scheduler, self.scheduler.counters
+        kv, mamba = scheduler.kv_pool, scheduler.mamba_pool
+        return EngineStats(
+            num_requests_running=len(scheduler.running),
+            num_requests_waiting=len(scheduler.waiting),
+            kv_cache_usage=1 - kv.num_free / kv.num_usable,
+            mamba_cache_usage=1 - mamba.num_free / mamba.num_usable,
+            prefix_cache_queries_total=c.prefix_queries,
+            prefix_cache_hits_total=c.prefix_hits,
+            num_preemptions_total=c.preemptions,
+            prompt_tokens_total=c.prompt_tokens,
+            generation_tokens_total=c.generation_tokens,
+            spec_decode_num_drafts_total=c.drafted_rows,
+            spec_decode_num_draft_tokens_total=c.draft_tokens,
+            spec_decode_num_accepted_tokens_total=c.accepted_tokens,
+            spec_decode_accepted_per_position=list(c.accepted_per_position),
+            precopies_total=self._precopies,
+            precopies_biased_total=self._precopies_biased,
+            postcopies_total=self._postcopies,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False when running requests still hold some of the blocks."""
+        return self.scheduler.reset_prefix_cache()
+
+    def check(self) -> None:
+        """Walk every pool, the prefix tree and every request; raises AssertionError on a contradiction."""
+        self.scheduler.check()
+        assert self._live.keys() == self.scheduler.requests.keys()
+
+    def free_blocks(self) -> dict[str, tuple[int, int]]:
+        """Pool name -> (blocks that nobody holds, all blocks)."""
+        pools = (self.scheduler.kv_pool, self.scheduler.mamba_pool)
+        return {pool.name: (pool.num_free, pool.num_usable) for pool in pools}
