@@ -1,0 +1,152 @@
+"""The layers of a hybrid model: Mamba-2 mixer, attention, MLP. Each takes its weights by published name.
+
+A layer holds its weights and shapes, and no state: states and keys live in a `StateCache`, found through the plans
+of a `ForwardContext`. Linear weights are K-major (see `kernels/linear.py`); norms and state parameters are fp32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from mambalign.kernels.activation import ACTIVATIONS
+from mambalign.kernels.attention import AttentionGroup, paged_attention, plan_attention, write_kv
+from mambalign.kernels.causal_conv1d import ConvPlan, causal_conv1d, plan_causal_conv1d
+from mambalign.kernels.linear import linear
+from mambalign.kernels.mamba2_scan import ScanPlan, mamba2_scan, plan_mamba2_scan
+from mambalign.kernels.rms_norm import rms_norm, rms_norm_gated
+from mambalign.worker.forward_batch import AttentionBatch, MambaBatch
+from mambalign.worker.models.loader import Weights
+from mambalign.worker.state_cache import StateCache
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What the layers of one pass share: the cache, and where each row's keys and states are in it."""
+
+    cache: StateCache
+    slot_mapping: torch.Tensor
+    attention: list[AttentionGroup]
+    conv: ConvPlan | None = None
+    scan: ScanPlan | None = None
+
+    @classmethod
+    def build(cls, cache: StateCache, attention: AttentionBatch, mamba: MambaBatch | None = None) -> "ForwardContext":
+        groups = plan_attention(attention, cache.kv_block_tokens)
+        if mamba is None:
+            return cls(cache, attention.slot_mapping, groups)
+        device = attention.slot_mapping.device
+        conv = plan_causal_conv1d(mamba, cache.conv_width, device)
+        return cls(cache, attention.slot_mapping, groups, conv, plan_mamba2_scan(mamba, device))
+
+
+class Linear:
+    """y = x @ weight (+ bias), batch-invariant."""
+
+    def __init__(self, weights: Weights, name: str, in_features: int, out_features: int, bias: bool = False):
+        self.weight = weights.take_linear(f"{name}.weight", out_features, in_features)
+        self.bias = weights.take(f"{name}.bias", (out_features,)) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class RMSNorm:
+    def __init__(self, weights: Weights, name: str, width: int, eps: float):
+        self.weight = weights.take(f"{name}.weight", (width,), torch.float32)
+        self.eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Mamba2Mixer:
+    """Mamba-2 (arXiv 2405.21060): in_proj -> [gate | x B C | dt], conv over x B C, scan, gated norm, out_proj."""
+
+    def __init__(self, config, weights: Weights, name: str, state_index: int):
+        self.state_index = state_index  # which of the cache's conv and temporal states is this layer's
+        self.num_heads, self.head_dim = config.mamba_num_heads, config.mamba_head_dim
+        self.num_groups, self.d_state = config.n_groups, config.ssm_state_size
+        self.width = config.mamba_width
+        self.dt_min, self.eps = config.time_step_min, config.layer_norm_epsilon
+        conv_dim, fp32 = config.conv_dim, torch.float32
+        self.in_proj = Linear(
+            weights, f"{name}.in_proj", config.hidden_size, self.width + conv_dim + self.num_heads, config.use_bias
+        )
+        conv_weight = weights.take(f"{name}.conv1d.weight", (conv_dim, 1, config.conv_kernel), fp32)
+        self.conv_weight = conv_weight[:, 0].t().contiguous()
+        self.conv_bias = weights.take(f"{name}.conv1d.bias", (conv_dim,), fp32) if config.use_conv_bias else None
+        self.A = -torch.exp(weights.take(f"{name}.A_log", (self.num_heads,), fp32))
+        self.D = weights.take(f"{name}.D", (self.num_heads,), fp32)
+        self.dt_bias = weights.take(f"{name}.dt_bias", (self.num_heads,), fp32)
+        self.norm_weight = weights.take(f"{name}.norm.weight", (self.width,), fp32)
+        self.out_proj = Linear(weights, f"{name}.out_proj", self.width, config.hidden_size, config.use_bias)
+
+    def linears(self) -> list[Linear]:
+        return [self.in_proj, self.out_proj]
+
+    def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        cache, num_tokens = context.cache, x.shape[0]
+        conv_dim = self.conv_weight.shape[1]
+        gate, xbc, dt = self.in_proj(x).split([self.width, conv_dim, self.num_heads], dim=-1)
+        conv_state = cache.conv[self.state_index]
+        xbc = causal_conv1d(xbc, conv_state, self.conv_weight, self.conv_bias, context.conv, cache.conv_layout)
+        group_width = self.num_groups * self.d_state
+        x, B, C = xbc.split([self.width, group_width, group_width], dim=-1)
+        y = mamba2_scan(
+            x.reshape(num_tokens, self.num_heads, self.head_dim),
+            dt,
+            B.reshape(num_tokens, self.num_groups, self.d_state),
+            C.reshape(num_tokens, self.num_groups, self.d_state),
+            self.A,
+            self.D,
+            self.dt_bias,
+            self.dt_min,
+            cache.temporal[self.state_index],
+            context.scan,
+        )
+        y = rms_norm_gated(y.view(num_tokens, -1), gate, self.norm_weight, self.eps, self.width // self.num_groups)
+        return self.out_proj(y)
+
+
+class Attention:
+    """Grouped-query attention without positions: the Mamba layers carry the order of the tokens."""
+
+    def __init__(self, config, weights: Weights, name: str, kv_index: int):
+        self.kv_index = kv_index  # which of the cache's keys and values is this layer's
+        self.num_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        hidden, q_width, kv_width = config.hidden_size, self.num_heads * self.head_dim, self.kv_heads * self.head_dim
+        self.q_proj = Linear(weights, f"{name}.q_proj", hidden, q_width)
+        self.k_proj = Linear(weights, f"{name}.k_proj", hidden, kv_width)
+        self.v_proj = Linear(weights, f"{name}.v_proj", hidden, kv_width)
+        self.o_proj = Linear(weights, f"{name}.o_proj", q_width, hidden)
+
+    def linears(self) -> list[Linear]:
+        return [self.q_proj, self.k_proj, self.v_proj, self.o_proj]
+
+    def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        num_tokens = x.shape[0]
+        keys, values = context.cache.keys[self.kv_index], context.cache.values[self.kv_index]
+        key = self.k_proj(x).view(num_tokens, self.kv_heads, self.head_dim)
+        value = self.v_proj(x).view(num_tokens, self.kv_heads, self.head_dim)
+        write_kv(keys, values, key, value, context.slot_mapping)
+        query = self.q_proj(x).view(num_tokens, self.num_heads, self.head_dim)
+        y = paged_attention(query, keys, values, context.attention, self.head_dim**-0.5)
+        return self.o_proj(y.view(num_tokens, -1))
+
+
+class MLP:
+    """down(act(up(x))), without a gate."""
+
+    def __init__(self, config, weights: Weights, name: str):
+        self.activation = ACTIVATIONS[config.mlp_hidden_act]
+        self.up_proj = Linear(weights, f"{name}.up_proj", config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.down_proj = Linear(
+            weights, f"{name}.down_proj", config.intermediate_size, config.hidden_size, config.mlp_bias
+        )
+
+    def linears(self) -> list[Linear]:
+        return [self.up_proj, self.down_proj]
+
+    def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        return self.down_proj(self.activation(self.up_proj(x)))

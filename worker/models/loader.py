@@ -1,0 +1,127 @@
+"""Reads a checkpoint's weights by their published names, a tensor at a time. Knows files; nothing of layers.
+
+A model takes each tensor it needs from a `Weights`, with the shape it expects. What is missing, of another shape, or
+left over is gathered and reported together, by name, when the model is complete.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be served: files missing or unreadable, weights missing, unexpected or mis-shaped."""
+
+
+class Weights:
+    """The tensors of one checkpoint folder, each taken at most once.
+
+    dtype: what `take` and `take_linear` convert to; vectors of norms and states are asked for in fp32.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device | str, show_progress: bool = True):
+        self.folder, self.dtype, self.device = folder, dtype, device
+        self._file_of = _weight_files(folder)
+        self._open_files: dict[str, safe_open] = {}
+        self._left = set(self._file_of)
+        self._missing: list[str] = []
+        self._misshaped: list[str] = []
+        self._progress = tqdm(
+            total=len(self._file_of), desc="Loading weights", unit=" tensors", disable=None if show_progress else True
+        )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def has_any(self, prefix: str) -> bool:
+        """Whether any weight's name starts with `prefix`."""
+        return any(name.startswith(prefix) for name in self._file_of)
+
+    def skip(self, prefix: str) -> None:
+        """Weights that the model knows and does not use; they are not reported as unexpected."""
+        self._left = {name for name in self._left if not name.startswith(prefix)}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor `name`. A missing or mis-shaped one is noted, and a tensor of zeros stands in until `finish`."""
+        dtype = dtype or self.dtype
+        self._left.discard(name)
+        if name not in self._file_of:
+            self._missing.append(name)
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        tensor = self._file(self._file_of[name]).get_tensor(name)
+        self._progress.update()
+        if tuple(tensor.shape) != shape:
+            self._misshaped.append(f"{name}: {list(tensor.shape)} in the file, {list(shape)} by config.json")
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        return tensor.to(self.device, dtype)
+
+    def take_linear(self, name: str, out_features: int, in_features: int) -> torch.Tensor:
+        """The weight of a linear layer, published as [out, in], laid out K-major: [in, out], contiguous."""
+        return self.take(name, (out_features, in_features)).t().contiguous()
+
+    def finish(self) -> None:
+        """Close the files. Raises CheckpointError when the checkpoint and the model do not agree."""
+        self._progress.close()
+        self._open_files.clear()
+        faults = {"missing": self._missing, "of the wrong shape": self._misshaped, "unexpected": sorted(self._left)}
+        texts = [f"{len(names)} {kind}: {_some(names)}" for kind, names in faults.items() if names]
+        if texts:
+            raise CheckpointError(f"weights of {self.folder} do not fit its config.json; " + "; ".join(texts))
+
+    def _file(self, name: str):
+        if name not in self._open_files:
+            self._open_files[name] = _open(self.folder / name)
+        return self._open_files[name]
+
+
+def read_config(folder: Path) -> dict:
+    """config.json of a checkpoint folder."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise CheckpointError(f"no such checkpoint folder: {folder}")
+    if not path.is_file():
+        raise CheckpointError(f"{folder} holds no config.json")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+
+
+def _weight_files(folder: Path) -> dict[str, str]:
+    """Weight name -> file name, from the index of a sharded checkpoint or the header of a single file."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        file_of = json.loads(index.read_text())["weight_map"]
+        absent = sorted({name for name in file_of.values() if not (folder / name).is_file()})
+        if absent:
+            raise CheckpointError(
+                f"{folder} lacks {len(absent)} of the shards that {INDEX_FILE} names: {_some(absent)}"
+            )
+        return file_of
+    if (folder / SINGLE_FILE).is_file():
+        return dict.fromkeys(_open(folder / SINGLE_FILE).keys(), SINGLE_FILE)
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder} holds pickled weights only ({_some(pickles)}); loading those can run code and is refused. "
+            f"Convert them to {SINGLE_FILE}"
+        )
+    raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def _open(path: Path):
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

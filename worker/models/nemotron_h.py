@@ -1,0 +1,248 @@
+"""Nemotron-H: Mamba-2, attention and MLP layers, each behind one norm and one residual; and its MTP head.
+
+Names, shapes and order of operations follow transformers' `NemotronHForCausalLM`; the head's follow the published
+checkpoints (`mtp.layers.*`). The layer pattern comes as letters ("M-M*-") or as a list of names.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from mambalign.kernels.activation import ACTIVATIONS
+from mambalign.kernels.linear import linear
+from mambalign.worker.forward_batch import AttentionBatch, ForwardBatch
+from mambalign.worker.models.layers import MLP, Attention, ForwardContext, Linear, Mamba2Mixer, RMSNorm
+from mambalign.worker.models.loader import CheckpointError, Weights
+from mambalign.worker.state_cache import AttentionSpec, StateCache, StateSpec
+
+MAMBA, ATTENTION, MLP_LAYER, MOE = "mamba", "attention", "mlp", "moe"
+LAYER_OF_LETTER = {"M": MAMBA, "*": ATTENTION, "-": MLP_LAYER, "E": MOE}
+LAYER_OF_NAME = {
+    "linear_attention": MAMBA,
+    "mamba": MAMBA,
+    "full_attention": ATTENTION,
+    "attention": ATTENTION,
+    "mlp": MLP_LAYER,
+    "moe": MOE,
+}
+
+
+@dataclass(frozen=True)
+class NemotronHConfig:
+    """The fields of config.json that shape the computation, under their published names."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: tuple[str, ...]
+    mtp_layers: tuple[str, ...]  # empty without a head
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    mamba_num_heads: int
+    mamba_head_dim: int
+    ssm_state_size: int
+    n_groups: int
+    eos_token_id: tuple[int, ...] = ()
+    max_position_embeddings: int = 4096
+    conv_kernel: int = 4
+    time_step_min: float = 0.001
+    layer_norm_epsilon: float = 1e-5
+    mlp_hidden_act: str = "relu2"
+    mlp_bias: bool = False
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    tie_word_embeddings: bool = False
+
+    @property
+    def mamba_width(self) -> int:
+        return self.mamba_num_heads * self.mamba_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the conv: x, B and C."""
+        return self.mamba_width + 2 * self.n_groups * self.ssm_state_size
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> "NemotronHConfig":
+        """Read a published config.json. Raises CheckpointError for what cannot be served, naming the field."""
+        for field, served in {
+            "mamba_hidden_act": ("silu", "swish"),
+            "mlp_hidden_act": tuple(ACTIVATIONS),
+            "attention_bias": (False,),
+            "sliding_window": (None,),
+            "mamba_proj_bias": (False,),
+        }.items():
+            if field in config and config[field] not in served:
+                raise CheckpointError(
+                    f"config.json: {field} = {config[field]!r}; served: {', '.join(map(str, served))}"
+                )
+        eos = config.get("eos_token_id")
+        derived = {
+            "layers": _layers(config, "hybrid_override_pattern", "layers_block_type"),
+            "mtp_layers": (),
+            "head_dim": config.get("head_dim") or config.get("attention_head_dim"),
+            "eos_token_id": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        }
+        if config.get("num_nextn_predict_layers"):
+            derived["mtp_layers"] = _layers(config, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
+        names = {f.name for f in fields(cls)}
+        given = {name: value for name, value in config.items() if name in names and value is not None}
+        try:
+            parsed = cls(**{**given, **derived})
+        except TypeError as error:
+            raise CheckpointError(f"config.json: {error}") from error
+        if MAMBA in parsed.mtp_layers:
+            raise CheckpointError("config.json: an MTP head with Mamba layers is not served")
+        return parsed
+
+
+def _layers(config: dict[str, Any], pattern_field: str, list_field: str) -> tuple[str, ...]:
+    """Layer kinds from a list of names, else from a pattern of letters."""
+    given, kinds = config.get(list_field), LAYER_OF_NAME
+    if given is None:
+        given, kinds = config.get(pattern_field), LAYER_OF_LETTER
+    if not given:
+        raise CheckpointError(f"config.json has neither {list_field} nor {pattern_field}")
+    unknown = sorted({str(kind) for kind in given} - kinds.keys())
+    if unknown:
+        raise CheckpointError(f"config.json: unknown layer kind(s) {', '.join(unknown)}; known: {', '.join(kinds)}")
+    layers = tuple(kinds[kind] for kind in given)
+    if MOE in layers:
+        raise CheckpointError("config.json: mixture-of-experts layers are not served yet")
+    return layers
+
+
+class Block:
+    """x + mixer(norm(x))."""
+
+    def __init__(self, config: NemotronHConfig, weights: Weights, name: str, mixer):
+        self.norm = RMSNorm(weights, f"{name}.norm", config.hidden_size, config.layer_norm_epsilon)
+        self.mixer = mixer
+
+    def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        return self.mixer(self.norm(x), context).add_(x)
+
+
+class MtpHead:
+    """Multi-token prediction: from the hidden state of position p-1 and token p, the hidden state that predicts p+1.
+
+    The state that comes in is the one after a final norm, the target's or this head's own, so the head can be
+    chained on its output.
+    """
+
+    def __init__(self, config: NemotronHConfig, weights: Weights, num_target_attention: int):
+        hidden, eps = config.hidden_size, config.layer_norm_epsilon
+        first, last = "mtp.layers.0", f"mtp.layers.{len(config.mtp_layers) - 1}"
+        self.enorm = RMSNorm(weights, f"{first}.enorm", hidden, eps)
+        self.hnorm = RMSNorm(weights, f"{first}.hnorm", hidden, eps)
+        self.eh_proj = Linear(weights, f"{first}.eh_proj", 2 * hidden, hidden)
+        self.blocks = _blocks(config, weights, "mtp.layers", config.mtp_layers, num_target_attention)
+        self.final_norm = RMSNorm(weights, f"{last}.final_layernorm", hidden, eps)
+
+    def __call__(self, embedding: torch.Tensor, prev_hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(prev_hidden)], dim=-1))
+        for block in self.blocks:
+            x = block(x, context)
+        return self.final_norm(x)
+
+
+class NemotronH:
+    """The model: token ids to hidden states, hidden states to logits, and the MTP head. Holds weights, no state."""
+
+    parse_config = NemotronHConfig.from_json
+
+    def __init__(self, config: NemotronHConfig, weights: Weights):
+        self.config, self.dtype = config, weights.dtype
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.max_model_len = config.max_position_embeddings
+        self.eos_token_ids = config.eos_token_id
+        self.conv_width = config.conv_kernel
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = weights.take("backbone.embeddings.weight", shape)
+        self.blocks = _blocks(config, weights, "backbone.layers", config.layers, 0)
+        self.final_norm = RMSNorm(weights, "backbone.norm_f", config.hidden_size, config.layer_norm_epsilon)
+        if config.tie_word_embeddings and "lm_head.weight" not in weights:
+            self.head_weight = self.embedding.t().contiguous()
+        else:
+            self.head_weight = weights.take_linear("lm_head.weight", *shape)
+        self.mtp: MtpHead | None = None
+        if config.mtp_layers and weights.has_any("mtp."):
+            self.mtp = MtpHead(config, weights, config.layers.count(ATTENTION))
+        else:
+            weights.skip("mtp.")
+
+    @property
+    def has_mtp(self) -> bool:
+        return self.mtp is not None
+
+    def linear_weights(self) -> list[torch.Tensor]:
+        """Every weight that goes through `kernels.linear`."""
+        blocks = self.blocks + (self.mtp.blocks if self.mtp else [])
+        linears = [each for block in blocks for each in block.mixer.linears()]
+        if self.mtp:
+            linears.append(self.mtp.eh_proj)
+        return [self.head_weight, *(each.weight for each in linears)]
+
+    def attention_specs(self) -> list[AttentionSpec]:
+        """KV shape of each attention layer: the target's, then the drafter's."""
+        kinds = self.config.layers + (self.config.mtp_layers if self.mtp else ())
+        names = [f"attention.{i}" for i in range(kinds.count(ATTENTION))]
+        return [AttentionSpec(n, self.config.num_key_value_heads, self.config.head_dim, self.dtype) for n in names]
+
+    def state_specs(self, temporal_dtype: torch.dtype = torch.float32) -> list[StateSpec]:
+        """Conv and temporal state of each Mamba layer, and the carry when there is an MTP head."""
+        config, specs = self.config, []
+        temporal_shape = (config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)
+        for i in range(config.layers.count(MAMBA)):
+            specs.append(StateSpec(f"conv.{i}", "conv", (config.conv_dim,), self.dtype))
+            specs.append(StateSpec(f"temporal.{i}", "temporal", temporal_shape, temporal_dtype))
+        if self.mtp:
+            specs.append(StateSpec("carry", "carry", (self.hidden_size,), self.dtype))
+        return specs
+
+    def forward(self, batch: ForwardBatch, cache: StateCache) -> torch.Tensor:
+        """Run the target over the batch's T tokens; leaves keys and states in the cache.
+
+        Returns [T, hidden] after the final norm, in the model's dtype.
+        """
+        context = ForwardContext.build(cache, batch.attention, batch.mamba)
+        x = self.embedding[batch.input_ids]
+        for block in self.blocks:
+            x = block(x, context)
+        return self.final_norm(x)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[M, hidden] -> [M, vocab], fp32."""
+        return linear(hidden, self.head_weight).float()
+
+    def mtp_forward(
+        self, prev_hidden: torch.Tensor, token_ids: torch.Tensor, attention: AttentionBatch, cache: StateCache
+    ) -> torch.Tensor:
+        """Run the MTP head over T slots; slot p holds (hidden of p-1, token p) and attends to slots 1 .. p.
+
+        prev_hidden [T, hidden]: what `forward` or `mtp_forward` returned for the token before. Returns [T, hidden]
+        for `mtp_logits`, and to be fed back for the next draft.
+        """
+        return self.mtp(self.embedding[token_ids], prev_hidden, ForwardContext.build(cache, attention))
+
+    def mtp_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[M, hidden] of `mtp_forward` -> [M, vocab], fp32, through the target's own head."""
+        return self.compute_logits(hidden)
+
+
+def _blocks(
+    config: NemotronHConfig, weights: Weights, prefix: str, kinds: tuple[str, ...], first_kv_index: int
+) -> list[Block]:
+    blocks = []
+    for i, kind in enumerate(kinds):
+        name = f"{prefix}.{i}"
+        if kind == MAMBA:
+            mixer = Mamba2Mixer(config, weights, f"{name}.mixer", kinds[:i].count(MAMBA))
+        elif kind == ATTENTION:
+            mixer = Attention(config, weights, f"{name}.mixer", first_kv_index + kinds[:i].count(ATTENTION))
+        else:
+            mixer = MLP(config, weights, f"{name}.mixer")
+        blocks.append(Block(config, weights, name, mixer))
+    return blocks

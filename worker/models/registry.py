@@ -1,0 +1,33 @@
+"""Which model families can be served, and how to load one."""
+
+from pathlib import Path
+
+import torch
+
+from mambalign.kernels.linear import check_linear_invariance
+from mambalign.worker.models.loader import CheckpointError, Weights, read_config
+from mambalign.worker.models.nemotron_h import NemotronH
+
+FAMILIES = {"nemotron_h": NemotronH}  # config.json's model_type -> class
+
+
+def load_model(
+    path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu", show_progress: bool = True
+) -> NemotronH:
+    """Load the checkpoint folder `path`, and prove its linear layers batch-invariant on this machine.
+
+    Raises CheckpointError for a family that is not served, a configuration that is not, or weights that do not fit.
+    """
+    folder = Path(path)
+    config = read_config(folder)
+    family = FAMILIES.get(config.get("model_type"))
+    if family is None:
+        raise CheckpointError(
+            f"{folder} is a {config.get('model_type')!r} model; families served: {', '.join(sorted(FAMILIES))}"
+        )
+    parsed = family.parse_config(config)
+    weights = Weights(folder, dtype, device, show_progress)
+    model = family(parsed, weights)
+    weights.finish()
+    check_linear_invariance(model.linear_weights())
+    return model
