@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
+
 from mambalign.engine.config import ConfigError, EngineConfig
 from mambalign.engine.core_process import (
     DEFAULT_CORE,
@@ -122,7 +123,7 @@ class EngineClient:
         self._config = config
         self._core = core
         self._progress = progress
-        self._error: EngineDeadError | ConfigError | None = None  # why nothing can run any more
+        self.error: EngineDeadError | ConfigError | None = None  # why nothing can run any more
         self._dead = asyncio.Event()
         self._queues: dict[str, asyncio.Queue[EngineOutput | Exception]] = {}  # by request id
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -158,7 +159,7 @@ class EngineClient:
     @property
     def healthy(self) -> bool:
         """Requests can be run now."""
-        return self.ready is not None and self._error is None and not self._draining
+        return self.ready is not None and self.error is None and not self._draining
 
     @property
     def num_live_requests(self) -> int:
@@ -167,7 +168,7 @@ class EngineClient:
     async def wait_dead(self) -> str:
         """Return, with the reason, once the engine has died. Never returns after an orderly shutdown."""
         await self._dead.wait()
-        return str(self._error)
+        return str(self.error)
 
     async def generate(self, request: EngineRequest | Sequence[EngineRequest]) -> AsyncIterator[EngineOutput]:
         """Run one request, or several side by side; yield their outputs as they come.
@@ -199,7 +200,7 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         """Stop a request; outputs that are still on their way are dropped. Unknown ids are ignored."""
-        if self._queues.pop(request_id, None) is not None and self._error is None:
+        if self._queues.pop(request_id, None) is not None and self.error is None:
             self._send(Abort(request_id))
 
     async def stats(self) -> EngineStats:
@@ -220,7 +221,7 @@ class EngineClient:
     async def drain(self) -> None:
         """Take no new request and wait until those that run have ended."""
         self._draining = True
-        while self._queues and self._error is None:
+        while self._queues and self.error is None:
             await asyncio.sleep(0.02)
 
     async def shutdown(self, drain: bool = True) -> None:
@@ -247,8 +248,8 @@ class EngineClient:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _check_alive(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         if self.ready is None or self._draining:
             raise EngineDeadError("the engine is shutting down" if self._draining else "the engine is still loading")
 
@@ -301,12 +302,12 @@ class EngineClient:
 
     def _fail(self, error: EngineDeadError | ConfigError) -> None:
         """Nothing can run any more: end every request and call with `error`. The first reason stands."""
-        self._error = self._error or error
+        self.error = self.error or error
         for queue in set(self._queues.values()):
-            queue.put_nowait(self._error)
+            queue.put_nowait(self.error)
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(self._error)
+                future.set_exception(self.error)
         self._queues.clear()
         if not self._started.done():
-            self._started.set_exception(self._error)
+            self._started.set_exception(self.error)

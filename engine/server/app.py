@@ -1,0 +1,137 @@
+"""The aiohttp application: every path, the checks that all share, and the small endpoints themselves."""
+
+import asyncio
+import hmac
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from mambalign.engine.client import EngineError
+from mambalign.engine.server.answer import json_response
+from mambalign.engine.server.completions import chat_completions, completions
+from mambalign.engine.server.errors import ApiError, error_middleware
+from mambalign.engine.server.protocol import DetokenizeBody, TokenizeBody, parse_body
+from mambalign.engine.server.state import STATE, ServerState
+
+MAX_BODY_BYTES = 64 << 20
+STATS_SECONDS = 2.0  # how long /metrics waits for an engine in the middle of a step
+OPEN_PATHS = ("/health", "/metrics")  # without --api-key's token: probes and scrapers have none
+
+
+def make_app(state: ServerState) -> web.Application:
+    app = web.Application(
+        middlewares=[error_middleware, count_middleware, auth_middleware], client_max_size=MAX_BODY_BYTES
+    )
+    app[STATE] = state
+    app.add_routes(
+        [
+            web.get("/health", health),
+            web.get("/metrics", metrics),
+            web.get("/v1/models", list_models),
+            web.get("/v1/models/{name:.+}", get_model),
+            web.post("/v1/completions", completions),
+            web.post("/v1/chat/completions", chat_completions),
+            web.post("/tokenize", tokenize),
+            web.post("/detokenize", detokenize),
+            web.post("/reset_prefix_cache", reset_prefix_cache),
+        ]
+    )
+    return app
+
+
+@web.middleware
+async def count_middleware(request: web.Request, handler: web.RequestHandler) -> web.StreamResponse:
+    """Know who is at work, so that a drain can wait for them."""
+    state = request.app[STATE]
+    state.num_handlers += 1
+    try:
+        return await handler(request)
+    finally:
+        state.num_handlers -= 1
+
+
+@web.middleware
+async def auth_middleware(request: web.Request, handler: web.RequestHandler) -> web.StreamResponse:
+    key = request.app[STATE].api_key
+    if key is not None and request.path not in OPEN_PATHS:
+        given = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            raise ApiError(
+                401,
+                "this server needs its API key: send `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+                kind="authentication_error",
+            )
+    return await handler(request)
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 when a request would run now; 503, with the reason, while loading, draining or dead."""
+    request.app[STATE].require_ready()
+    return json_response({"status": "ok"})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Always answers: with the last known statistics when the engine cannot."""
+    state = request.app[STATE]
+    if state.client.healthy:
+        try:
+            state.metrics.engine.stats = await asyncio.wait_for(state.client.stats(), STATS_SECONDS)
+        except (TimeoutError, EngineError):
+            pass
+    if state.client.ready is not None:
+        state.metrics.engine.num_positions = state.client.ready.spec_tokens
+    return web.Response(body=generate_latest(state.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def model_card(state: ServerState) -> dict[str, object]:
+    ready = state.client.ready
+    return {
+        "id": state.model_name,
+        "object": "model",
+        "created": int(state.started),
+        "owned_by": "mambalign",
+        "max_model_len": ready.max_model_len if ready else None,
+    }
+
+
+async def list_models(request: web.Request) -> web.Response:
+    return json_response({"object": "list", "data": [model_card(request.app[STATE])]})
+
+
+async def get_model(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    state.check_model(request.match_info["name"])
+    return json_response(model_card(state))
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """The token ids a completion of this prompt, or a chat of these messages, would start from."""
+    state = request.app[STATE]
+    body = parse_body(await request.read(), TokenizeBody)
+    state.check_model(body.model)
+    ready = state.require_ready()
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "prompt or messages is required, and only one of them", param="prompt")
+    if body.prompt is not None:
+        tokens = await state.encode(body.prompt)
+    else:
+        tokens = await state.encode_chat([message.for_template() for message in body.messages])
+    return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": ready.max_model_len})
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    body = parse_body(await request.read(), DetokenizeBody)
+    state.check_model(body.model)
+    limit = state.require_ready().vocab_size
+    if not all(0 <= token_id < limit for token_id in body.tokens):
+        raise ApiError(400, f"tokens holds ids outside 0..{limit - 1}", param="tokens")
+    return json_response({"prompt": await asyncio.to_thread(state.tokenizer.decode, body.tokens)})
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """`reset` is false when running requests still hold some of it; the rest was reset all the same."""
+    state = request.app[STATE]
+    state.require_ready()
+    return json_response({"reset": await state.client.reset_prefix_cache()})

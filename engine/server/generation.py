@@ -1,0 +1,169 @@
+"""One HTTP request's texts: its prompts and choices, how they grow, what they cost.
+
+Both completion endpoints run on this; they differ in how they read a body and shape an answer.
+"""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from mambalign.engine.client import EngineError
+from mambalign.engine.messages import EngineOutput, TokenLogprobs
+from mambalign.engine.server.errors import ApiError, value_error
+from mambalign.engine.server.state import ServerState
+from mambalign.worker.sampling_params import SamplingParams
+
+
+@dataclass
+class Choice:
+    """One text. `index` counts over all prompts: prompt 0's n choices, then prompt 1's."""
+
+    index: int
+    prompt_token_ids: list[int]
+    is_first_of_prompt: bool
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    last_token_time: float = 0.0  # monotonic seconds; the arrival before the first token
+
+    def add(self, output: EngineOutput) -> None:
+        self.text += output.new_text
+        self.token_ids += output.new_token_ids
+        self.logprobs += output.new_logprobs or []
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        self.num_cached_tokens = output.num_cached_tokens
+        self.num_draft_tokens = output.num_draft_tokens
+        self.num_accepted_tokens = output.num_accepted_tokens
+
+
+class Generation:
+    """Runs prompts on the engine and keeps the books. Raises ApiError 400 at once for what can never run."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        *,
+        cache_salt: str | None,
+        arrival: float,
+    ):
+        self._state = state
+        self._arrival = arrival
+        self._requests = []
+        self._choices: dict[str, Choice] = {}  # by engine request id
+        for prompt, one in zip(prompts, params, strict=True):
+            for request in state.client.factory.split(prompt, one, cache_salt or ""):
+                self._requests.append(request)
+                self._choices[request.request_id] = Choice(
+                    index=len(self._choices),
+                    prompt_token_ids=prompt,
+                    is_first_of_prompt=request.choice == 0,
+                    last_token_time=arrival,
+                )
+
+    @property
+    def choices(self) -> list[Choice]:
+        return list(self._choices.values())
+
+    async def run(self) -> AsyncIterator[tuple[Choice, EngineOutput]]:
+        """Each step's news of each choice, after it was added to the choice. Aborts if the consumer leaves."""
+        metrics = self._state.metrics
+        reason = "abort"
+        try:
+            async with contextlib.aclosing(self._state.client.generate(self._requests)) as outputs:
+                async for output in outputs:
+                    choice = self._choices[output.request_id]
+                    now = time.monotonic()
+                    if output.new_token_ids:
+                        metrics.observe_tokens(
+                            len(output.new_token_ids),
+                            choice.last_token_time,
+                            now,
+                            is_first=not choice.token_ids,
+                        )
+                        choice.last_token_time = now
+                    choice.add(output)
+                    if output.finish_reason:
+                        metrics.e2e_request_latency.observe(now - self._arrival)
+                        metrics.finished.labels(output.finish_reason).inc()
+                    yield choice, output
+        except EngineError:
+            reason = "error"
+            raise
+        finally:
+            unfinished = sum(choice.finish_reason is None for choice in self.choices)
+            if unfinished:
+                metrics.finished.labels(reason).inc(unfinished)
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far. A prompt counts once, however many choices it has; cached is what choice 0 found."""
+        firsts = [choice for choice in self.choices if choice.is_first_of_prompt]
+        prompt_tokens = sum(len(choice.prompt_token_ids) for choice in firsts)
+        completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
+        accepted = sum(choice.num_accepted_tokens for choice in self.choices)
+        drafted = sum(choice.num_draft_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in firsts)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            },
+        }
+
+
+def fit_params(
+    state: ServerState,
+    params: SamplingParams,
+    prompt: list[int],
+    *,
+    prompt_field: str,
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+) -> SamplingParams:
+    """Check a prompt and its parameters against the model. Raises ApiError 400 naming field and limit.
+
+    `max_tokens` None is "not given": then `default_max_tokens`, or less where the room is less; None is all of it.
+    """
+    ready = state.require_ready()
+    limit, vocab_size = ready.max_model_len, ready.vocab_size
+    if not prompt:
+        raise ApiError(400, f"{prompt_field} must hold at least one token", param=prompt_field)
+    if not all(0 <= token_id < vocab_size for token_id in prompt):
+        raise ApiError(400, f"{prompt_field} holds token ids outside 0..{vocab_size - 1}", param=prompt_field)
+    room = limit - len(prompt)
+    if room < 1:
+        raise ApiError(
+            400,
+            f"{prompt_field} has {len(prompt)} tokens; the limit is {limit} with at least one token of output",
+            param=prompt_field,
+            code="context_length_exceeded",
+        )
+    if max_tokens is None:
+        max_tokens = min(default_max_tokens or room, room)
+    params = msgspec.structs.replace(params, max_tokens=max_tokens)
+    try:
+        params.validate(vocab_size)
+    except ValueError as error:
+        raise value_error(error) from error
+    if params.max_tokens > room:
+        raise ApiError(
+            400,
+            f"max_tokens is {params.max_tokens}, but {len(prompt)} prompt tokens leave room for {room} "
+            f"(max_model_len {limit})",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return params

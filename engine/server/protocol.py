@@ -1,0 +1,189 @@
+"""The bodies of requests: their fields and types, and how a body becomes one of them.
+
+A field that is not here is refused, and so is one of OpenAI's that this server does not support; null stands for
+"not given" everywhere.
+"""
+
+import re
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from mambalign.engine.server.errors import ApiError
+from mambalign.worker.sampling_params import SamplingParams
+
+# OpenAI's fields that are not served, each with the values that ask for nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),  # there are no tools
+    "prediction": (),
+    "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+UNSUPPORTED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "reasoning": (),
+    "reasoning_content": (),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Any body. The fields that choose tokens are `SamplingParams`'s, and checked there."""
+
+    model: str | None = None
+
+
+class GenerationBody(Body, forbid_unknown_fields=True, kw_only=True):
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: "StreamOptions | None" = None
+    return_token_ids: bool | None = None  # adds token_ids and prompt_token_ids to each choice
+    cache_salt: str | None = None  # prefixes are shared between requests of one salt only
+    user: str | None = None  # says who asks; changes nothing
+
+    def sampling_params(self, **changes: Any) -> SamplingParams:
+        """What was given, the rest at its default; `changes` come last."""
+        given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__} | changes
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None  # alternatives a token
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates take it; `developer` is OpenAI's new word for `system`."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return message if self.name is None else message | {"name": self.name}
+
+
+class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None  # OpenAI's new word for max_tokens
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # handed to the checkpoint's template
+
+
+class TokenizeBody(Body, forbid_unknown_fields=True, kw_only=True):
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+
+class DetokenizeBody(Body, forbid_unknown_fields=True, kw_only=True):
+    tokens: list[int]
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
+    """Decode a JSON body. Raises ApiError 400 that names the field."""
+    try:
+        raw = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    drop_neutral(raw, UNSUPPORTED.keys() - kind.__struct_fields__, UNSUPPORTED, "")
+    messages = raw.get("messages")
+    for index, message in enumerate(messages if isinstance(messages, list) else []):
+        if isinstance(message, dict):
+            drop_neutral(message, UNSUPPORTED_IN_MESSAGE.keys(), UNSUPPORTED_IN_MESSAGE, f"messages[{index}].")
+    try:
+        return msgspec.convert(raw, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise validation_error(str(error)) from error
+
+
+def drop_neutral(raw: dict[str, Any], names: Any, table: dict[str, tuple[Any, ...]], path: str) -> None:
+    """Take unsupported fields that ask for nothing out of `raw`; raise ApiError for one that asks."""
+    for name in names & raw.keys():
+        value = raw.pop(name)
+        if value is not None and not any(value == v and type(value) is type(v) for v in table[name]):
+            raise ApiError(
+                400,
+                f"{path}{name} is not supported by this server: leave it out",
+                param=path + name,
+                code="unsupported_parameter",
+            )
+
+
+def validation_error(text: str) -> ApiError:
+    """msgspec's text, with the field's name first: "Expected `int`, got `str` - at `$.max_tokens`"."""
+    reason, _, path = text.replace(" - at `key` in `$", " - at `$").partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    if match := re.match(r"Object (contains unknown|missing required) field `(.*)`", reason):
+        name = f"{path}.{match[2]}" if path else match[2]
+        what = "is not a field of this request" if match[1] == "contains unknown" else "is required"
+        code = "unknown_parameter" if match[1] == "contains unknown" else "missing_required_parameter"
+        return ApiError(400, f"{name} {what}", param=name, code=code)
+    path = path.replace("[...]", "")  # the key or item of a dict or list
+    return ApiError(400, f"{path}: {reason[:1].lower()}{reason[1:]}", param=path or None)
+
+
+def split_prompt(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """Each of OpenAI's four forms of a prompt as a list of texts or lists of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return [prompt]
+    if len(kinds) != 1:
+        wanted = "a text, a list of token ids, a list of texts, or a list of lists of token ids"
+        raise ApiError(400, f"prompt must be {wanted}; it must not be empty", param="prompt")
+    return list(prompt)

@@ -1,0 +1,86 @@
+"""What all handlers share: the engine's client, the tokenizer, the metrics, and whether requests are taken."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from mambalign.engine.client import EngineClient
+from mambalign.engine.core_process import Ready
+from mambalign.engine.server.errors import ApiError, unavailable
+from mambalign.engine.server.metrics import Metrics
+from mambalign.engine.server.token_text import TokenText
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class ServerState:
+    client: EngineClient
+    model_name: str
+    api_key: str | None = None
+    tokenizer: "PreTrainedTokenizerBase | None" = None  # filled while the engine loads, like the next
+    token_text: TokenText | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+    draining: bool = False
+    started: float = field(default_factory=time.time)
+    num_handlers: int = 0  # that are at work now
+
+    @property
+    def is_ready(self) -> bool:
+        return self.client.healthy and self.tokenizer is not None and not self.draining
+
+    def require_ready(self) -> Ready:
+        """The engine's facts. Raises ApiError 503 while it loads, drains, or is dead."""
+        if self.draining:
+            raise unavailable("the server is shutting down", "shutting_down")
+        if self.client.error is not None:
+            raise unavailable(str(self.client.error), "engine_unavailable")
+        if self.client.ready is None or self.tokenizer is None:
+            raise unavailable("the model is still loading", "loading")
+        return self.client.ready
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 for a model that is not served; no name is this one."""
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"model {name!r} is not served here; this is {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the tokenizer's own start token if it adds one."""
+        return await asyncio.to_thread(self.tokenizer.encode, text)
+
+    async def encode_chat(
+        self, messages: list[dict[str, str]], template_kwargs: dict[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation in the checkpoint's chat template. Raises ApiError 400."""
+        if not messages:
+            raise ApiError(400, "messages must hold at least one message", param="messages")
+        if not self.tokenizer.chat_template:
+            raise ApiError(
+                400,
+                f"messages: {self.model_name} has no chat template; use /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+
+        def render() -> list[int]:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **(template_kwargs or {})
+            )
+            return self.tokenizer.encode(text, add_special_tokens=False)
+
+        try:
+            return await asyncio.to_thread(render)
+        except Exception as error:  # templates are programs: they refuse in their own words
+            raise ApiError(400, f"messages: the chat template refused them: {error}", param="messages") from error
+
+
+STATE = web.AppKey("state", ServerState)
