@@ -1,0 +1,444 @@
+"""An oracle in the shape of a model runner: memory holds no numbers, but the exact text that each value is made of.
+
+A state is named by its prefix: the value of every KV slot, conv input, temporal state and carry is the name of the
+tokens that it depends on. The runner follows DESIGN section 2 on these names and asserts at every read that the value
+is the one for exactly that position of exactly that request's text (law 5), and at every write that the block is the
+row's alone, not published and not the null block (laws 1 and 4). Its model is a pure function of the prefix, so the
+text that it must produce is known beforehand.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mambalign.worker.batch import NewRow, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
+from mambalign.worker.input_batch import InputBatch
+from mambalign.worker.mamba_columns import PostcopyInfo, PrecopyInfo, cdiv, postcopy, precopy, table_width
+from mambalign.worker.sampling_params import SamplingParams
+from mambalign.worker.state_cache import NULL_BLOCK
+
+POISON = None  # never written since the block was handed out, or undefined by the rules
+ZERO = 0  # conv input of a position before the text
+NO_TOKENS = 1  # the state of the empty text
+
+Value = int | None
+DraftPlan = Callable[[str, int], tuple[int, int]]  # (request id, tokens of its text) -> (drafts, how many are right)
+
+
+def extend(state: int, token_id: int) -> int:
+    """The state after one more token. A 61-bit hash stands for the tokens: equal for equal texts only."""
+    return hash((state, token_id))
+
+
+def states_of(token_ids: list[int]) -> list[int]:
+    """The states after 0, 1, ... len(token_ids) tokens."""
+    states = [NO_TOKENS]
+    for token_id in token_ids:
+        states.append(extend(states[-1], token_id))
+    return states
+
+
+def true_token(state: int, params: SamplingParams, choice: int, vocab_size: int) -> int:
+    """The model: what follows a text, by seed and choice."""
+    return hash((state, params.seed, choice)) % vocab_size
+
+
+def true_text(prompt: list[int], params: SamplingParams, choice: int, vocab_size: int, num_tokens: int) -> list[int]:
+    """The first `num_tokens` tokens of output: one at a time, no batch, no cache, no drafts."""
+    state, output = states_of(prompt)[-1], []
+    for _ in range(num_tokens):
+        output.append(true_token(state, params, choice, vocab_size))
+        state = extend(state, output[-1])
+    return output
+
+
+@dataclass(frozen=True)
+class SymbolicLimits:
+    max_num_seqs: int
+    max_model_len: int
+    num_spec_tokens: int
+    conv_width: int
+    kv_block_tokens: int
+    mamba_block_tokens: int
+    num_kv_blocks: int  # null block included
+    num_mamba_blocks: int
+    num_lookahead_tokens: int  # 0: no drafter fills slots
+    vocab_size: int = 3
+
+    @property
+    def state_len(self) -> int:
+        return self.conv_width - 1 + self.num_spec_tokens
+
+
+@dataclass
+class Text:
+    """A request's text as the runner was told it, with the state after each prefix."""
+
+    token_ids: list[int]
+    states: list[int]
+    params: SamplingParams
+    choice: int
+    num_admitted_tokens: int
+    num_computed_tokens: int
+
+    @classmethod
+    def from_new_row(cls, new: NewRow) -> "Text":
+        known = list(new.token_ids)
+        return cls(known, states_of(known), new.params, new.choice, len(known), new.num_computed_tokens)
+
+    def extend(self, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            self.token_ids.append(token_id)
+            self.states.append(extend(self.states[-1], token_id))
+
+
+@dataclass
+class Memory:
+    """Both pools. Conv slots are in slot order, the layouts SD and DS do not differ here."""
+
+    limits: SymbolicLimits
+    kv: list[list[Value]] = field(init=False)
+    drafter: list[list[Value]] = field(init=False)
+    temporal: list[Value] = field(init=False)
+    carry: list[Value] = field(init=False)
+    conv: list[list[Value]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        limits = self.limits
+        self.kv = [[POISON] * limits.kv_block_tokens for _ in range(limits.num_kv_blocks)]
+        self.drafter = [[POISON] * limits.kv_block_tokens for _ in range(limits.num_kv_blocks)]
+        self.temporal = [POISON] * limits.num_mamba_blocks
+        self.carry = [POISON] * limits.num_mamba_blocks
+        self.conv = [[POISON] * limits.state_len for _ in range(limits.num_mamba_blocks)]
+
+    def poison_kv(self, block: int) -> None:
+        self.kv[block] = [POISON] * self.limits.kv_block_tokens
+        self.drafter[block] = [POISON] * self.limits.kv_block_tokens
+
+    def poison_state(self, block: int) -> None:
+        self.temporal[block] = self.carry[block] = POISON
+        self.conv[block] = [POISON] * self.limits.state_len
+
+    def put_state(self, block: int, state: int, window: list[Value]) -> None:
+        """Temporal state, carry and conv window of one position; conv slots past the window become undefined."""
+        self.temporal[block] = self.carry[block] = state
+        self.put_conv(block, window)
+
+    def put_conv(self, block: int, slots: list[Value]) -> None:
+        assert len(slots) <= self.limits.state_len, "more conv inputs than slots"
+        self.conv[block] = slots + [POISON] * (self.limits.state_len - len(slots))
+
+    def contents_of_kv(self, block: int) -> tuple[Value, ...]:
+        return (*self.kv[block], *self.drafter[block])
+
+    def contents_of_state(self, block: int) -> tuple[Value, ...]:
+        return (self.temporal[block], self.carry[block], *self.conv[block])
+
+
+@dataclass
+class Row:
+    """One row in flight: its place in the batch, and what the step has done for it so far."""
+
+    scheduled: ScheduledRow
+    text: Text
+    index: int  # in the batch
+    fed: list[int] = field(default_factory=list)  # state after each token of the step, drafts right or wrong
+    carry: Value = POISON  # of a prefill row with n > 0, read before the step overwrites it
+    kept: list[int] = field(default_factory=list)
+
+    @property
+    def n(self) -> int:
+        return self.scheduled.num_computed_tokens
+
+    @property
+    def q(self) -> int:
+        return self.scheduled.num_tokens
+
+    @property
+    def num_final(self) -> int:
+        return self.n + (len(self.kept) if self.scheduled.is_decode else self.q)
+
+
+class SymbolicRunner:
+    """`execute_model` as the V1 runner's. `draft_plan` says how many drafts a row gets, and how many of them are right.
+
+    The owner of the pools tells it when a block is handed out (`allocated_kv`, `allocated_state`) and when one is
+    published (`seal_kv`, `seal_state`).
+    """
+
+    def __init__(self, limits: SymbolicLimits, draft_plan: DraftPlan):
+        self.limits = limits
+        self.draft_plan = draft_plan
+        width = table_width(limits.max_model_len, limits.mamba_block_tokens, limits.num_spec_tokens)
+        self.batch = InputBatch(limits.max_num_seqs, width, limits.mamba_block_tokens)
+        self.memory = Memory(limits)
+        self.texts: dict[str, Text] = {}
+        self.sealed_kv: dict[int, tuple[Value, ...]] = {}  # published block -> its contents then
+        self.sealed_states: dict[int, tuple[Value, ...]] = {}
+        self.precopies: dict[str, PrecopyInfo] = {}  # of the last step, rows that moved
+        self.postcopies: dict[str, PostcopyInfo] = {}
+
+    # what the owner of the pools tells
+
+    def allocated_kv(self, block: int) -> None:
+        self.sealed_kv.pop(block, None)
+        self.memory.poison_kv(block)
+
+    def allocated_state(self, block: int) -> None:
+        self.sealed_states.pop(block, None)
+        self.memory.poison_state(block)
+
+    def seal_kv(self, block: int, states: list[int], num_tokens: int) -> None:
+        """The block was published as the last of a prefix of `num_tokens` tokens; `states` are the prefix's states."""
+        expected = states[num_tokens - self.limits.kv_block_tokens + 1 : num_tokens + 1]
+        assert self.memory.kv[block] == expected, f"published KV block {block} is not that of the prefix"
+        if self.limits.num_lookahead_tokens:
+            first = int(num_tokens == self.limits.kv_block_tokens)  # the text's slot 0 has no input
+            assert self.memory.drafter[block][first:] == expected[first:], f"hole in published drafter block {block}"
+        self.sealed_kv.setdefault(block, self.memory.contents_of_kv(block))
+
+    def seal_state(self, block: int, states: list[int], num_tokens: int) -> None:
+        memory, width = self.memory, self.limits.conv_width
+        assert memory.temporal[block] == states[num_tokens], f"published state {block} is not at {num_tokens}"
+        assert memory.carry[block] == states[num_tokens], f"published carry {block} is not at {num_tokens}"
+        assert memory.conv[block][: width - 1] == self._window(states, num_tokens), f"published conv {block} is wrong"
+        self.sealed_states.setdefault(block, memory.contents_of_state(block))
+
+    def check_sealed(self) -> None:
+        """Law 1: what was published is still the same."""
+        for block, contents in self.sealed_kv.items():
+            assert self.memory.contents_of_kv(block) == contents, f"published KV block {block} has changed"
+        for block, contents in self.sealed_states.items():
+            assert self.memory.contents_of_state(block) == contents, f"published state {block} has changed"
+
+    # a step
+
+    def execute_model(self, scheduled: SchedulerOutput) -> RunnerOutput:
+        self._take_over(scheduled)
+        rows = [self._enter(row) for row in scheduled.rows]
+        self._share_out(rows)
+        scheduled.mamba_precopy_info = [self._move(row) for row in rows]
+        for row in rows:
+            self._forward_kv(row)
+            if row.scheduled.is_decode:
+                self._forward_decode(row)
+            else:
+                self._forward_prefill(row)
+        for row in rows:
+            self._sample(row)
+        for row in rows:
+            self._keep_boundary(row)
+        results = [self._finish(row) for row in rows]
+        biased = sum(info.token_bias > 0 for info in self.precopies.values())
+        return RunnerOutput(results, len(self.precopies), biased, len(self.postcopies))
+
+    def _take_over(self, scheduled: SchedulerOutput) -> None:
+        self.precopies, self.postcopies = {}, {}
+        for request_id in scheduled.removed:
+            self.batch.remove(request_id)
+            del self.texts[request_id]
+        for new in scheduled.new_rows:
+            assert new.num_computed_tokens % self.limits.mamba_block_tokens == 0
+            self.batch.add(new)
+            self.texts[new.request_id] = Text.from_new_row(new)
+        scheduled.rows.sort(key=lambda row: self.batch.row_of[row.request_id])
+
+    def _enter(self, scheduled: ScheduledRow) -> Row:
+        """Take a row in, after holding its description against what the runner knows of its text."""
+        text, n = self.texts[scheduled.request_id], scheduled.num_computed_tokens
+        known, end = len(text.token_ids), n + scheduled.num_tokens
+        assert n == text.num_computed_tokens < known and scheduled.num_tokens >= 1
+        assert scheduled.is_decode == (n == known - 1 and n >= text.num_admitted_tokens)
+        if scheduled.is_decode:
+            assert scheduled.token_ids[0] == text.token_ids[-1]
+            assert scheduled.num_tokens <= 1 + self.limits.num_spec_tokens and not scheduled.boundaries
+        else:
+            assert scheduled.token_ids == text.token_ids[n:end]
+        expected_next = text.token_ids[end] if end < known and not scheduled.is_decode else None
+        assert scheduled.next_token_id == expected_next
+        assert all(n < m <= end and m % self.limits.mamba_block_tokens == 0 for m in scheduled.boundaries)
+        num_held = len(scheduled.mamba_blocks)
+        assert num_held <= (self.limits.num_spec_tokens + 2 if scheduled.is_decode else 5), f"holds {num_held} states"
+        positions = len(scheduled.kv_blocks) * self.limits.kv_block_tokens
+        assert end + self.limits.num_lookahead_tokens <= positions, "KV slots missing"
+        return Row(scheduled, text, self.batch.set_blocks(scheduled))
+
+    def _share_out(self, rows: list[Row]) -> None:
+        """Count the users of each block in this step: nobody may write a block that it shares.
+
+        With every read and write going through a row's own blocks, this also means that no row's destination is
+        another's source or destination.
+        """
+        self._kv_users = Counter(b for row in rows for b in row.scheduled.kv_blocks)
+        self._state_users = Counter(b for row in rows for b in row.scheduled.mamba_blocks.values())
+
+    def _block(self, row: Row, column: int) -> int:
+        """The block of one of the row's columns, to read."""
+        assert 0 <= column < self.batch.mamba_block_table.shape[1], f"column {column} outside the table"
+        block = row.scheduled.mamba_blocks.get(column, NULL_BLOCK)
+        assert block == self.batch.mamba_block_table[row.index, column]
+        assert block != NULL_BLOCK, f"column {column} is not held"
+        return block
+
+    def _writable(self, row: Row, column: int) -> int:
+        block = self._block(row, column)
+        assert self._state_users[block] == 1, f"write to state block {block}, which is shared"
+        assert block not in self.sealed_states, f"write to published state block {block}"
+        return block
+
+    def _window(self, states: list[int], n: int) -> list[Value]:
+        """The conv inputs of the W-1 positions before n; an input depends on its own token too."""
+        return [states[p + 1] if p >= 0 else ZERO for p in range(n - self.limits.conv_width + 1, n)]
+
+    # before the forward pass
+
+    def _move(self, row: Row) -> PrecopyInfo:
+        batch, i, memory = self.batch, row.index, self.memory
+        c, a = int(batch.mamba_state_idx[i]), int(batch.num_accepted[i])
+        assert 1 <= a <= self.limits.num_spec_tokens + 1 and (row.scheduled.is_decode or a == 1), f"num_accepted {a}"
+        info = precopy(c, row.n, row.q, a, self.limits.mamba_block_tokens)
+        assert c <= info.dest_column <= (c + 1 if row.scheduled.is_decode else info.dest_column), f"{c} -> {info}"
+        if info.source_column >= 0:
+            source = self._block(row, info.source_column)
+            temporal_source = self._block(row, info.source_column + info.token_bias)
+            dest = self._writable(row, info.dest_column)
+            self._copy(temporal_source, source, dest, info.token_bias)
+            self.precopies[row.scheduled.request_id] = info
+            self._moved(row)
+        batch.mamba_state_idx[i] = info.dest_column
+        assert not row.n or memory.temporal[self._live(row)] == row.text.states[row.n], "the live state is another"
+        return info
+
+    def _moved(self, row: Row) -> None:
+        """The live state is at the start of the running column now."""
+        self.batch.num_accepted[row.index] = 1
+
+    def _live(self, row: Row) -> int:
+        return self._block(row, int(self.batch.mamba_state_idx[row.index] + self.batch.num_accepted[row.index]) - 1)
+
+    def _copy(self, temporal_source: int, conv_source: int, dest: int, shift: int) -> None:
+        memory = self.memory
+        memory.temporal[dest], memory.carry[dest] = memory.temporal[temporal_source], memory.carry[temporal_source]
+        memory.put_conv(dest, memory.conv[conv_source][shift:])
+
+    # forward
+
+    def _slot_spans(self, row: Row, first: int, end: int) -> list[tuple[int, int, int, int]]:
+        """Positions first..end-1 as (block, first slot, end slot, first position)."""
+        size, blocks, spans = self.limits.kv_block_tokens, row.scheduled.kv_blocks, []
+        while first < end:
+            stop = min(end, first // size * size + size)
+            block = blocks[first // size]
+            assert block != NULL_BLOCK
+            spans.append((block, first % size, first % size + stop - first, first))
+            first = stop
+        return spans
+
+    def _read_slots(self, slots: list[list[Value]], row: Row, first: int, end: int) -> None:
+        states = row.text.states
+        for block, start, stop, p in self._slot_spans(row, first, end):
+            expected = states[p + 1 : p + 1 + stop - start]
+            assert slots[block][start:stop] == expected, f"slots of positions {p}.. in block {block} are another text's"
+
+    def _write_slots(self, slots: list[list[Value]], row: Row, first: int, values: list[Value]) -> None:
+        for block, start, stop, p in self._slot_spans(row, first, first + len(values)):
+            assert self._kv_users[block] == 1, f"write to KV block {block}, which is shared"
+            assert block not in self.sealed_kv, f"write to published KV block {block}"
+            slots[block][start:stop] = values[p - first : p - first + stop - start]
+
+    def _forward_kv(self, row: Row) -> None:
+        state = row.text.states[row.n]
+        for token_id in row.scheduled.token_ids:
+            state = extend(state, token_id)
+            row.fed.append(state)
+        self._read_slots(self.memory.kv, row, 0, row.n)
+        self._write_slots(self.memory.kv, row, row.n, row.fed)
+
+    def _forward_decode(self, row: Row) -> None:
+        memory, width = self.memory, self.limits.conv_width
+        running, a = int(self.batch.mamba_state_idx[row.index]), int(self.batch.num_accepted[row.index])
+        conv_block = self._writable(row, running)
+        old = memory.conv[conv_block]
+        assert old[a - 1 : a + width - 2] == self._window(row.text.states, row.n), "the conv window is another"
+        assert memory.temporal[self._live(row)] == row.text.states[row.n], "the live state is another"
+        memory.put_conv(conv_block, old[a : a + width - 2] + row.fed)
+        for j, state in enumerate(row.fed):
+            block = self._writable(row, running + j)
+            memory.temporal[block] = memory.carry[block] = state
+
+    def _forward_prefill(self, row: Row) -> None:
+        memory, width, n = self.memory, self.limits.conv_width, row.n
+        running = int(self.batch.mamba_state_idx[row.index])
+        window: list[Value] = [ZERO] * (width - 1)
+        if n:
+            block = self._block(row, running)
+            window = memory.conv[block][: width - 1]
+            assert window == self._window(row.text.states, n), "the conv window is another"
+            assert memory.temporal[block] == row.text.states[n], "the prefix's state is another"
+            row.carry = memory.carry[block]
+        inputs = window + row.fed
+        assert running == cdiv(n + row.q, self.limits.mamba_block_tokens) - 1
+        for m in {*row.scheduled.boundaries, n + row.q}:
+            column = running if m == n + row.q else m // self.limits.mamba_block_tokens - 1
+            memory.put_state(self._writable(row, column), row.fed[m - n - 1], inputs[m - n : m - n + width - 1])
+
+    # after it
+
+    def _sample(self, row: Row) -> None:
+        scheduled, text = row.scheduled, row.text
+        if not scheduled.samples:
+            return
+        first = 0 if scheduled.is_decode else row.q - 1
+        for j in range(first, row.q):
+            row.kept.append(true_token(row.fed[j], text.params, text.choice, self.limits.vocab_size))
+            if j + 1 < row.q and row.kept[-1] != scheduled.token_ids[j + 1]:
+                break
+
+    def _keep_boundary(self, row: Row) -> None:
+        if not row.scheduled.is_decode:
+            self.batch.num_accepted[row.index] = 1
+            return
+        num_kept, running = len(row.kept), int(self.batch.mamba_state_idx[row.index])
+        self.batch.num_accepted[row.index] = num_kept
+        info = postcopy(running, row.n, num_kept, self.limits.mamba_block_tokens)
+        if info is None:
+            return
+        dest = self._writable(row, info.dest_column)
+        temporal_source = self._block(row, info.source_column + info.token_bias)
+        self._copy(temporal_source, self._block(row, info.source_column), dest, info.token_bias)
+        self.postcopies[row.scheduled.request_id] = info
+        if info.dest_column == running:
+            assert info.boundary == row.n + num_kept
+            self._moved(row)
+
+    def _finish(self, row: Row) -> RowResult:
+        scheduled, text = row.scheduled, row.text
+        text.extend(row.kept)
+        text.num_computed_tokens = row.num_final
+        drafts: list[int] = []
+        if scheduled.samples:
+            num_drafts, num_right = self.draft_plan(scheduled.request_id, len(text.token_ids))
+            drafts = self._drafts(text, num_drafts, num_right)
+        if self.limits.num_lookahead_tokens:
+            self._fill_drafter(row)
+        return RowResult(scheduled.request_id, list(row.kept), None, drafts)
+
+    def _fill_drafter(self, row: Row) -> None:
+        """Slots up to n', each from the hidden state before it and its token; feedback drafts dirty what follows."""
+        n, end, states = row.n, row.num_final, row.text.states
+        first = n + 1
+        if not row.scheduled.is_decode and n:
+            assert row.carry == states[n], "the carry is another"
+            first = n
+        self._read_slots(self.memory.drafter, row, 1, first)
+        self._write_slots(self.memory.drafter, row, first, states[first + 1 : end + 2])
+        if row.scheduled.samples:
+            self._write_slots(self.memory.drafter, row, end + 1, [POISON] * (self.limits.num_spec_tokens - 1))
+
+    def _drafts(self, text: Text, num_drafts: int, num_right: int) -> list[int]:
+        state, drafts = text.states[-1], []
+        for i in range(num_drafts):
+            token_id = true_token(state, text.params, text.choice, self.limits.vocab_size)
+            drafts.append(token_id if i != num_right else (token_id + 1) % self.limits.vocab_size)
+            state = extend(state, drafts[-1])
+        return drafts
