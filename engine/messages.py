@@ -1,6 +1,7 @@
 """What crosses the line between the API side and the engine: requests in, outputs and statistics back."""
 
 import msgspec
+
 from mambalign.worker.sampling_params import SamplingParams, TokenLogprobs
 
 

@@ -10,6 +10,7 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
+MAX_TEMPERATURE = 1000.0
 MIN_SAMPLING_TEMPERATURE = 1e-5  # below it the noise could no longer change the order: taken as greedy
 
 
@@ -31,7 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     max_tokens: int = 16  # tokens generated at most
     min_tokens: int = 0  # before so many, no end-of-text, stop token or stop string ends the text
-    temperature: float = 1.0  # 0 = greedy
+    temperature: float = 1.0  # 0..1000; 0 = greedy
     top_p: float = 1.0  # smallest set of best tokens with this mass, of what top_k and min_p left; 1 = off
     top_k: int = 0  # 0 or -1 = off
     min_p: float = 0.0  # of the best token's probability; 0 = off
@@ -84,7 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.min_tokens > self.max_tokens:
             limit = f"at most max_tokens ({self.max_tokens})"
             raise ValueError(f"min_tokens must be {limit}, got {self.min_tokens}")
-        _check_float("temperature", self.temperature, 0.0)
+        _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _check_float("top_p", self.top_p, 0.0, 1.0)
         _check_int("top_k", self.top_k, -1)
         _check_float("min_p", self.min_p, 0.0, 1.0)
