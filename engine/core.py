@@ -42,8 +42,7 @@ class EngineCore:
         self.tokenizer = load_tokenizer(path)
         say(f"loading {self.facts.name} ({self.config.model.dtype}, {self.config.model.device})")
         dtype = getattr(torch, self.config.model.dtype)
-        ssm_dtype = getattr(torch, self.config.cache.mamba_ssm_cache_dtype)
-        self.model = load_model(path, dtype, self.config.model.device, ssm_dtype=ssm_dtype)
+        self.model = load_model(path, dtype, self.config.model.device, show_progress=progress is not None)
         self.max_model_len: int = self.config.model.max_model_len
         self.vocab_size: int = self.model.vocab_size
         self.eos_token_ids: list[int] = list(self.model.eos_token_ids)
@@ -57,10 +56,8 @@ class EngineCore:
     def _build_pools(self) -> None:
         cache, scheduler = self.config.cache, self.config.scheduler
         drafts_by_mtp = self.spec_method == "mtp"
-        attention_specs, state_specs = self.model.attention_specs(), self.model.state_specs()
-        if not drafts_by_mtp:
-            attention_specs = attention_specs[: self.model.num_target_attention_layers]
-            state_specs = [spec for spec in state_specs if spec.kind != "carry"]
+        attention_specs = self.model.attention_specs(with_drafter=drafts_by_mtp)
+        state_specs = self.model.state_specs(getattr(torch, cache.mamba_ssm_cache_dtype), with_drafter=drafts_by_mtp)
         lookahead = max(1, self.spec_tokens) if drafts_by_mtp else 0
         block_tokens = self._mamba_block_tokens()
         sizes = dict(

@@ -7,6 +7,7 @@ forward, sample and verify drafts, keep boundary states (`postprocess_mamba`), d
 from dataclasses import dataclass
 
 import torch
+
 from mambalign.worker.batch import RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
 from mambalign.worker.forward_batch import Boundary, ForwardBatch, MambaBatch
 from mambalign.worker.input_batch import InputBatch
@@ -152,7 +153,7 @@ class ModelRunnerV1:
         tokens, logprobs, at = [], [], 0
         for row, count in zip(rows, counts, strict=True):
             targets = sampled.token_ids[at : at + count]
-            kept = verify_drafts(targets, row.token_ids[1:]) if row.is_decode else count
+            kept = verify_drafts([targets], [row.token_ids[1:]])[0] if row.is_decode else count
             tokens.append(targets[:kept])
             wanted = self._request(row).params.logprobs is not None and count
             logprobs.append(sampled.logprobs[at : at + kept] if wanted else None)

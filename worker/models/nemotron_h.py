@@ -185,20 +185,22 @@ class NemotronH:
             linears.append(self.mtp.eh_proj)
         return [self.head_weight, *(each.weight for each in linears)]
 
-    def attention_specs(self) -> list[AttentionSpec]:
+    def attention_specs(self, with_drafter: bool = True) -> list[AttentionSpec]:
         """KV shape of each attention layer: the target's, then the drafter's."""
-        kinds = self.config.layers + (self.config.mtp_layers if self.mtp else ())
+        kinds = self.config.layers + (self.config.mtp_layers if self.mtp and with_drafter else ())
         names = [f"attention.{i}" for i in range(kinds.count(ATTENTION))]
         return [AttentionSpec(n, self.config.num_key_value_heads, self.config.head_dim, self.dtype) for n in names]
 
-    def state_specs(self, temporal_dtype: torch.dtype = torch.float32) -> list[StateSpec]:
+    def state_specs(
+        self, temporal_dtype: torch.dtype = torch.float32, with_drafter: bool = True
+    ) -> list[StateSpec]:
         """Conv and temporal state of each Mamba layer, and the carry when there is an MTP head."""
         config, specs = self.config, []
         temporal_shape = (config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)
         for i in range(config.layers.count(MAMBA)):
             specs.append(StateSpec(f"conv.{i}", "conv", (config.conv_dim,), self.dtype))
             specs.append(StateSpec(f"temporal.{i}", "temporal", temporal_shape, temporal_dtype))
-        if self.mtp:
+        if self.mtp and with_drafter:
             specs.append(StateSpec("carry", "carry", (self.hidden_size,), self.dtype))
         return specs
 
