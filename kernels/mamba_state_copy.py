@@ -10,6 +10,8 @@ from math import gcd
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
 CONV, TEMPORAL, CARRY = 0, 1, 2
 STATE_KINDS = {"conv": CONV, "temporal": TEMPORAL, "carry": CARRY}
@@ -40,7 +42,16 @@ class StateMeta(NamedTuple):
     tile_size: int  # bytes of the destination that one tile covers
 
 
-NUM_META_FIELDS = len(StateMeta._fields)
+def _field(name: str) -> tl.constexpr:
+    return tl.constexpr(StateMeta._fields.index(name))
+
+
+# The same for kernels, which read field F of state s at `p_state_meta + s * META_FIELDS + F`.
+META_FIELDS = tl.constexpr(len(StateMeta._fields))
+_BASE, _BLOCK_STRIDE, _ELEMENT_SIZE, _INNER_SIZE = map(_field, StateMeta._fields[:4])
+_KIND, _GROUP, _ROW_STRIDE = _field("kind"), _field("group"), _field("row_stride")
+_ACCESS_SIZE, _FIRST_TILE, _TILE_SIZE = _field("access_size"), _field("first_tile"), _field("tile_size")
+_CONV = tl.constexpr(CONV)
 
 
 def describe_states(
@@ -85,6 +96,122 @@ def _describe(state: MambaState, dim_first: bool, copy_block_size: int, first_ti
         tensor.data_ptr(), block_stride, element_size, inner_size, STATE_KINDS[state.kind], state.group, state_len,
         row_count, row_stride, access_size, first_tile, tile_size,
     )  # fmt: skip
+
+
+@triton.jit
+def _move_vectors(source, dest, num_bytes, COPY_BLOCK_SIZE: tl.constexpr):
+    """At most COPY_BLOCK_SIZE bytes between addresses that do not overlap; everything a multiple of 16."""
+    o = tl.arange(0, COPY_BLOCK_SIZE // 8)
+    p_source = tl.multiple_of(source.to(tl.pointer_type(tl.int64)) + o, 16)
+    p_dest = tl.multiple_of(dest.to(tl.pointer_type(tl.int64)) + o, 16)
+    mask = o < num_bytes // 16 * 2
+    tl.store(p_dest, tl.load(p_source, mask=mask), mask=mask)
+
+
+@triton.jit
+def _move_words(source, dest, shift, num_bytes, source_bytes, COPY_BLOCK_SIZE: tl.constexpr):
+    """`dest[k] = source[k + shift]` for k < num_bytes, like memmove; the rest of the last word written is undefined.
+
+    source, dest and source_bytes (what may be read) are multiples of 8, shift is any number of bytes.
+    """
+    WORDS: tl.constexpr = COPY_BLOCK_SIZE // 16
+    skipped, bits = shift // 8, (shift % 8 * 8).to(tl.uint64)
+    straddles = shift % 8 > 0  # a word of dest lies across two of source
+    high_words = tl.where(straddles, source_bytes // 8 - skipped, 0)
+    num_words = (num_bytes + 7) // 8
+    p_source = source.to(tl.pointer_type(tl.uint64)) + skipped
+    p_dest = dest.to(tl.pointer_type(tl.uint64))
+    for start in range(0, num_words, WORDS):
+        o = start + tl.arange(0, WORDS)
+        mask = o < num_words
+        low = tl.load(p_source + o, mask=mask, other=0)
+        high = tl.load(p_source + o + 1, mask=mask & (o + 1 < high_words), other=0)
+        word = tl.where(straddles, (low >> bits) | (high << ((64 - bits) & 63)), low)
+        tl.debug_barrier()  # every thread has read before one writes
+        tl.store(tl.multiple_of(p_dest + o, 8), word, mask=mask)
+
+
+@triton.jit
+def _move_bytes(source, dest, num_bytes, COPY_BLOCK_SIZE: tl.constexpr):
+    """num_bytes between any addresses, like memmove for a move to the left."""
+    BYTES: tl.constexpr = COPY_BLOCK_SIZE // 8
+    p_source, p_dest = source.to(tl.pointer_type(tl.uint8)), dest.to(tl.pointer_type(tl.uint8))
+    for start in range(0, num_bytes, BYTES):
+        o = start + tl.arange(0, BYTES)
+        mask = o < num_bytes
+        value = tl.load(p_source + o, mask=mask)
+        tl.debug_barrier()
+        tl.store(p_dest + o, value, mask=mask)
+
+
+@triton.jit
+def _move_shifted(source, dest, shift, num_bytes, source_bytes, access_size, COPY_BLOCK_SIZE: tl.constexpr):
+    """`dest[k] = source[k + shift]` for k < num_bytes."""
+    if access_size >= 8:
+        _move_words(source, dest, shift, num_bytes, source_bytes, COPY_BLOCK_SIZE)
+    else:
+        _move_bytes(source + shift, dest, num_bytes, COPY_BLOCK_SIZE)
+
+
+@triton.jit
+def _copy_mamba_state_block(
+    p_meta,
+    p_table,
+    table_width,
+    i_tile,
+    source_column,
+    dest_column,
+    token_bias,
+    COPY_BLOCK_SIZE: tl.constexpr,
+    CONV_STATE_DIM_FIRST: tl.constexpr,
+):
+    """One tile of one state of one row: `copy_mamba_state_block_reference` cut into tiles that may run in any order.
+
+    p_meta: the state's metadata. p_table: the row's block tables, `[groups, table_width]`.
+    A tile owns a span of the destination block: rows of a DS conv state (shifted within themselves), bytes of any
+    other. Within one block an SD conv state is cut along dim instead, and every tile moves its channels slot by slot.
+    """
+    kind, access_size = tl.load(p_meta + _KIND), tl.load(p_meta + _ACCESS_SIZE)
+    inner_size, tile_size = tl.load(p_meta + _INNER_SIZE), tl.load(p_meta + _TILE_SIZE)
+    base, block_stride = tl.load(p_meta + _BASE), tl.load(p_meta + _BLOCK_STRIDE)
+    row_stride, element_size = tl.load(p_meta + _ROW_STRIDE), tl.load(p_meta + _ELEMENT_SIZE)
+    offset = (i_tile - tl.load(p_meta + _FIRST_TILE)) * tile_size
+    span = tl.minimum(tile_size, inner_size - offset)
+
+    p_table += tl.load(p_meta + _GROUP) * table_width
+    from_column = source_column
+    if kind != _CONV:
+        from_column += token_bias
+    source_block = tl.load(p_table + from_column).to(tl.int64)
+    dest_block = tl.load(p_table + dest_column).to(tl.int64)
+    source, dest = base + source_block * block_stride, base + dest_block * block_stride
+
+    if kind != _CONV:
+        if source_block != dest_block:
+            if access_size == 16:
+                _move_vectors(source + offset, dest + offset, span, COPY_BLOCK_SIZE)
+            else:
+                zero = offset * 0
+                _move_shifted(source + offset, dest + offset, zero, span, span, access_size, COPY_BLOCK_SIZE)
+    else:
+        if CONV_STATE_DIM_FIRST:
+            shift = token_bias * element_size
+            if (source_block != dest_block) | (shift > 0):
+                _move_shifted(
+                    source + offset, dest + offset, shift, span - shift, span, access_size, COPY_BLOCK_SIZE
+                )
+        else:
+            shift = token_bias * row_stride
+            if source_block != dest_block:
+                rest = inner_size - offset
+                num_bytes = tl.minimum(span, rest - shift)
+                _move_shifted(source + offset, dest + offset, shift, num_bytes, rest, access_size, COPY_BLOCK_SIZE)
+            elif shift > 0:
+                span = tl.minimum(tile_size, row_stride - offset)
+                zero = offset * 0
+                for slot in range(0, inner_size - shift, row_stride):
+                    to = dest + offset + slot
+                    _move_shifted(to + shift, to, zero, span, span, access_size, COPY_BLOCK_SIZE)
 
 
 def bytes_at(address: int, num_bytes: int) -> torch.Tensor:

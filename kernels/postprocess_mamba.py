@@ -1,8 +1,77 @@
 """After sampling: keep the state at the block boundary that a decode row crossed, and note how many tokens stay."""
 
 import torch
+import triton
+import triton.language as tl
 
-from mambalign.kernels.mamba_state_copy import StateMeta, copy_mamba_state_block_reference
+from mambalign.kernels.launch import persistent_programs, runs_kernel
+from mambalign.kernels.mamba_state_copy import (
+    META_FIELDS,
+    StateMeta,
+    _copy_mamba_state_block,
+    copy_mamba_state_block_reference,
+)
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def postprocess_mamba_fused_kernel(
+    p_num_kept,
+    p_num_computed,
+    p_running_column,
+    p_num_accepted,
+    p_block_table,
+    p_idx_mapping,
+    num_reqs,
+    block_tokens,
+    p_state_meta,
+    p_tile_state,
+    num_tiles,
+    num_groups,
+    table_width,
+    ROWS: tl.constexpr,
+    HAS_IDX_MAPPING: tl.constexpr,
+    COPY_BLOCK_SIZE: tl.constexpr,
+    CONV_STATE_DIM_FIRST: tl.constexpr,
+):
+    """m = (n + kept) // B * B; if m > n the state after m tokens -> block[m/B - 1]; num_accepted = kept, or 1 at m.
+
+    Grid: any fixed number of programs. Each decides for all rows; program p owns the (moving row, tile) pairs whose
+    running number is p modulo the grid, and program 0 the counts.
+    Reads counts, block tables, metadata and source blocks; writes num_accepted and destination blocks.
+    Bytes are moved, not numbers. In place: an SD or DS conv state may shift within its own block.
+    """
+    i_program, num_programs = tl.program_id(0), tl.num_programs(0)
+    rows = tl.arange(0, ROWS)
+    slots, live = rows, rows < num_reqs
+    if HAS_IDX_MAPPING:
+        slots = tl.load(p_idx_mapping + rows, mask=live, other=-1)
+        live = slots >= 0
+    kept = tl.load(p_num_kept + rows, mask=live, other=0)
+    n = tl.load(p_num_computed + slots, mask=live, other=0)
+    running = tl.load(p_running_column + slots, mask=live, other=0)
+    boundary = (n + kept) // block_tokens * block_tokens
+    crosses = (kept > 0) & (boundary > n)
+    dest, bias = boundary // block_tokens - 1, boundary - n - 1
+    ends_there = crosses & (dest == running)
+    if i_program == 0:
+        tl.store(p_num_accepted + slots, tl.where((kept > 0) & ~ends_there, kept, 1), mask=live)
+
+    moves = crosses & ~(ends_there & (bias == 0))
+    order = tl.cumsum(moves.to(tl.int32), 0) - 1
+    for i in range(0, tl.sum(moves.to(tl.int32), 0)):
+        here = moves & (order == i)
+        slot = tl.sum(tl.where(here, slots, 0), 0)
+        source_column = tl.sum(tl.where(here, running, 0), 0)
+        dest_column = tl.sum(tl.where(here, dest, 0), 0)
+        token_bias = tl.sum(tl.where(here, bias, 0), 0)
+        p_table = p_block_table + slot.to(tl.int64) * num_groups * table_width
+        first = (i_program + num_programs - i * num_tiles % num_programs) % num_programs
+        for i_tile in range(first, num_tiles, num_programs):
+            p_meta = p_state_meta + tl.load(p_tile_state + i_tile) * META_FIELDS
+            _copy_mamba_state_block(
+                p_meta, p_table, table_width, i_tile, source_column, dest_column, token_bias,
+                COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST,
+            )  # fmt: skip
 
 
 def postprocess_mamba_fused_reference(
@@ -17,8 +86,8 @@ def postprocess_mamba_fused_reference(
     state_meta: torch.Tensor,
     tile_state: torch.Tensor,
     conv_state_dim_first: bool,
-    copy_block_size: int = 0,
-    num_programs: int = 0,
+    copy_block_size: int,
+    num_programs: int | None = None,
 ) -> None:
     """Decide and copy; writes `num_accepted`, which may not share memory with an input.
 
@@ -43,4 +112,40 @@ def postprocess_mamba_fused_reference(
                 )
 
 
-postprocess_mamba_fused = postprocess_mamba_fused_reference
+def postprocess_mamba_fused(
+    num_kept: torch.Tensor,
+    num_computed: torch.Tensor,
+    running_column: torch.Tensor,
+    num_accepted: torch.Tensor,
+    block_table: torch.Tensor,
+    idx_mapping: torch.Tensor | None,
+    num_reqs: int,
+    block_tokens: int,
+    state_meta: torch.Tensor,
+    tile_state: torch.Tensor,
+    conv_state_dim_first: bool,
+    copy_block_size: int,
+    num_programs: int | None = None,
+) -> None:
+    """`postprocess_mamba_fused_reference`, on the device: one launch, no synchronisation."""
+    arguments = (num_kept, num_computed, running_column, num_accepted, block_table, idx_mapping, num_reqs)
+    if not runs_kernel(block_table):
+        return postprocess_mamba_fused_reference(
+            *arguments, block_tokens, state_meta, tile_state, conv_state_dim_first, copy_block_size
+        )
+    grid = (num_programs or persistent_programs(block_table.device),)
+    postprocess_mamba_fused_kernel[grid](
+        *arguments,
+        block_tokens,
+        state_meta,
+        tile_state,
+        len(tile_state),
+        block_table.shape[1],
+        block_table.shape[2],
+        ROWS=triton.next_power_of_2(len(num_accepted)),
+        HAS_IDX_MAPPING=idx_mapping is not None,
+        COPY_BLOCK_SIZE=copy_block_size,
+        CONV_STATE_DIM_FIRST=conv_state_dim_first,
+        num_warps=4,
+        num_stages=1,
+    )

@@ -1,8 +1,66 @@
 """Before the forward pass: every state of the rows whose running column moves, one launch for all of them."""
 
 import torch
+import triton
+import triton.language as tl
 
-from mambalign.kernels.mamba_state_copy import StateMeta, copy_mamba_state_block_reference
+from mambalign.kernels.launch import persistent_programs, runs_kernel
+from mambalign.kernels.mamba_state_copy import (
+    META_FIELDS,
+    StateMeta,
+    _copy_mamba_state_block,
+    copy_mamba_state_block_reference,
+)
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def precopy_mamba_align_fused_kernel(
+    p_source_column,
+    p_dest_column,
+    p_token_bias,
+    p_block_table,
+    p_idx_mapping,
+    p_work_list,
+    p_work_count,
+    num_reqs,
+    p_state_meta,
+    p_tile_state,
+    num_tiles,
+    num_groups,
+    table_width,
+    HAS_IDX_MAPPING: tl.constexpr,
+    HAS_WORK_LIST: tl.constexpr,
+    COPY_BLOCK_SIZE: tl.constexpr,
+    CONV_STATE_DIM_FIRST: tl.constexpr,
+):
+    """block[dest_column] = block[source_column + bias] (conv: block[source_column] shifted left by bias), all states.
+
+    Grid: any fixed number of programs; program p owns the (moving row, tile) pairs whose running number is p modulo
+    the grid, so that a step in which nothing moves costs one load of the counter.
+    Reads decisions, block tables, metadata and source blocks; writes destination blocks, through 64-bit addresses.
+    Bytes are moved, not numbers: exact for every dtype. In place: a destination is never another row's source.
+    """
+    i_program, num_programs = tl.program_id(0), tl.num_programs(0)
+    count = num_reqs
+    if HAS_WORK_LIST:
+        count = tl.load(p_work_count)
+    for i in range(0, count):
+        slot = i
+        if HAS_WORK_LIST:
+            slot = tl.load(p_work_list + i)
+        if HAS_IDX_MAPPING:
+            slot = tl.load(p_idx_mapping + slot)
+        source_column = tl.load(p_source_column + slot, mask=slot >= 0, other=-1)
+        if source_column >= 0:
+            dest_column, token_bias = tl.load(p_dest_column + slot), tl.load(p_token_bias + slot)
+            p_table = p_block_table + slot.to(tl.int64) * num_groups * table_width
+            first = (i_program + num_programs - i * num_tiles % num_programs) % num_programs
+            for i_tile in range(first, num_tiles, num_programs):
+                p_meta = p_state_meta + tl.load(p_tile_state + i_tile) * META_FIELDS
+                _copy_mamba_state_block(
+                    p_meta, p_table, table_width, i_tile, source_column, dest_column, token_bias,
+                    COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST,
+                )  # fmt: skip
 
 
 def precopy_mamba_align_fused_reference(
@@ -17,8 +75,8 @@ def precopy_mamba_align_fused_reference(
     state_meta: torch.Tensor,
     tile_state: torch.Tensor,
     conv_state_dim_first: bool,
-    copy_block_size: int = 0,
-    num_programs: int = 0,
+    copy_block_size: int,
+    num_programs: int | None = None,
 ) -> None:
     """Move the states of every visited row whose `source_column` is not negative.
 
@@ -38,4 +96,39 @@ def precopy_mamba_align_fused_reference(
             copy_mamba_state_block_reference(meta, table[meta.group], source, dest, bias, conv_state_dim_first)
 
 
-precopy_mamba_align_fused = precopy_mamba_align_fused_reference
+def precopy_mamba_align_fused(
+    source_column: torch.Tensor,
+    dest_column: torch.Tensor,
+    token_bias: torch.Tensor,
+    block_table: torch.Tensor,
+    idx_mapping: torch.Tensor | None,
+    work_list: torch.Tensor | None,
+    work_count: torch.Tensor | None,
+    num_reqs: int,
+    state_meta: torch.Tensor,
+    tile_state: torch.Tensor,
+    conv_state_dim_first: bool,
+    copy_block_size: int,
+    num_programs: int | None = None,
+) -> None:
+    """`precopy_mamba_align_fused_reference`, on the device: one launch, no synchronisation."""
+    arguments = (source_column, dest_column, token_bias, block_table, idx_mapping, work_list, work_count, num_reqs)
+    if not runs_kernel(block_table):
+        return precopy_mamba_align_fused_reference(
+            *arguments, state_meta, tile_state, conv_state_dim_first, copy_block_size
+        )
+    grid = (num_programs or persistent_programs(block_table.device),)
+    precopy_mamba_align_fused_kernel[grid](
+        *arguments,
+        state_meta,
+        tile_state,
+        len(tile_state),
+        block_table.shape[1],
+        block_table.shape[2],
+        HAS_IDX_MAPPING=idx_mapping is not None,
+        HAS_WORK_LIST=work_list is not None,
+        COPY_BLOCK_SIZE=copy_block_size,
+        CONV_STATE_DIM_FIRST=conv_state_dim_first,
+        num_warps=4,
+        num_stages=1,
+    )
