@@ -1,5 +1,23 @@
-"""Test-wide settings. One thread a process: the machine's cores are shared with servers that tests start."""
+"""Test-wide settings: one thread a process (servers that tests start share the cores), and `--all` for slow cells."""
 
 import os
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked slow too: every cell of the suites")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: a cell that only --all runs")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all"):
+        return
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="slow: runs with --all"))

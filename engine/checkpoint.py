@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = Path(__file__).resolve().parent / "default_model"
 DEFAULT_MODEL_NAME = "default"
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 
 
@@ -65,9 +66,21 @@ def checkpoint_name(model: str | None, path: Path) -> str:
 
 def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
     """The checkpoint's tokenizer, chat template included. Raises ConfigError if it has none."""
-    from transformers import AutoTokenizer  # seconds to import: not before it is needed
-
     try:
+        if has_plain_tokenizer(path):
+            from transformers import PreTrainedTokenizerFast  # unlike AutoTokenizer it imports no torch
+
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:
         raise ConfigError(f"model {str(path)!r}: cannot load its tokenizer ({error})") from error
+
+
+def has_plain_tokenizer(path: Path) -> bool:
+    """tokenizer.json says everything: no class of transformers adds to it."""
+    settings = path / "tokenizer_config.json"
+    if not (path / "tokenizer.json").exists() or not settings.exists():
+        return False
+    return json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") in _PLAIN_TOKENIZERS

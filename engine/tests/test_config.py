@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from mambalign.engine.checkpoint import locate, read_facts
 from mambalign.engine.config import (
     CheckpointFacts,
