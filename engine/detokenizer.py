@@ -120,7 +120,9 @@ class _Matcher:
 
     def advance(self, new_text: str) -> list[int]:
         """Read new text; return the ends of the matches in it, in characters from its start."""
-        ends = []
+        ends: list[int] = []
+        if self.num_matched == 0 and self.text[0] not in new_text:
+            return ends
         for i, character in enumerate(new_text):
             self.num_matched = self._step(self.num_matched, character)
             if self.num_matched == len(self.text):
