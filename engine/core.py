@@ -92,7 +92,7 @@ class EngineCore:
         self.runner = ModelRunnerV1(
             self.model,
             self.state_cache,
-            RunnerLimits(plan.max_num_seqs, self.max_model_len, self.spec_tokens, self.spec_method or "ngram"),
+            RunnerLimits(plan.max_num_seqs, self.max_model_len, self.spec_tokens, self.spec_method),
         )
 
     def _mamba_block_tokens(self) -> int:
