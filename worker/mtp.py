@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
 from mambalign.worker.forward_batch import AttentionBatch
 from mambalign.worker.state_cache import StateCache
 
