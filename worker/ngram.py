@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 
 class NgramIndex:
     """Where each n-gram of one request's text was last followed by a token.
@@ -46,21 +48,28 @@ class NgramIndex:
         return range(self.min_n, min(self.max_n, len(self.token_ids)) + 1)
 
 
-class NgramProposer:
-    """The n-gram settings of an engine: makes the index of each request."""
+def propose_ngrams(
+    history: torch.Tensor, lengths: torch.Tensor, k: int, min_n: int = 2, max_n: int = 4
+) -> torch.Tensor:
+    """`NgramIndex.propose` for many texts at once, on their device, without reading anything back.
 
-    def __init__(self, num_spec_tokens: int, min_n: int = 2, max_n: int = 4) -> None:
-        if num_spec_tokens < 1:
-            raise ValueError(f"num_spec_tokens must be at least 1, got {num_spec_tokens}")
-        self.num_spec_tokens = num_spec_tokens
-        self.min_n = min_n
-        self.max_n = max_n
-
-    def new_index(self) -> NgramIndex:
-        return NgramIndex(self.min_n, self.max_n)
-
-    def propose(self, token_ids: Sequence[int]) -> list[int]:
-        """Drafts after a whole text, without an index kept between calls."""
-        index = self.new_index()
-        index.extend(token_ids)
-        return index.propose(self.num_spec_tokens)
+    history: int64 [R, L], the tokens of each text, anything behind its end. lengths: int [R], tokens of each text.
+    Returns int64 [R, k]; rows without a proposal hold -1.
+    """
+    num_rows, width = history.shape
+    columns = torch.arange(width, device=history.device)
+    start = torch.full((num_rows,), -1, dtype=torch.int64, device=history.device)
+    lengths = lengths.long()
+    for n in range(min_n, max_n + 1):  # the longest n that matches is written last, and stays
+        # windows[r, i]: the n-gram that ends just before position i equals the text's own ending
+        equal = torch.ones(num_rows, width, dtype=torch.bool, device=history.device)
+        for back in range(1, n + 1):
+            ending = history.gather(1, (lengths - back).clamp(min=0)[:, None])
+            equal &= history.roll(back, 1) == ending
+        equal &= (columns >= n) & (columns < lengths[:, None]) & (lengths[:, None] >= n)
+        latest = torch.where(equal, columns, -1).amax(1)
+        start = torch.where(latest >= 0, latest, start)
+    period = (lengths - start).clamp(min=1)[:, None]
+    source = start[:, None] + torch.arange(k, device=history.device) % period
+    guess = history.gather(1, source.clamp(min=0))
+    return torch.where(start[:, None] >= 0, guess, -1)
