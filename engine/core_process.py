@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import zmq
+
 from mambalign.engine.config import ConfigError, EngineConfig
 from mambalign.engine.messages import EngineOutput, EngineRequest
 

@@ -9,17 +9,17 @@ import signal
 import sys
 
 from aiohttp import web
+from aiohttp.abc import AbstractAccessLogger
 
 from mambalign.engine.checkpoint import load_tokenizer
 from mambalign.engine.client import EngineClient, EngineError
 from mambalign.engine.config import CheckpointFacts, ConfigError, EngineConfig, ServerConfig
 from mambalign.engine.core_process import DEFAULT_CORE, Ready
-from mambalign.engine.server.app import make_app
+from mambalign.engine.server.app import OPEN_PATHS, make_app
 from mambalign.engine.server.state import ServerState
 from mambalign.engine.server.token_text import TokenText
 
 LAST_ANSWERS_SECONDS = 1.0  # a dead engine's server lives on so long, to say so to its clients and probes
-ACCESS_LOG = '%a "%r" %s %Tfs'
 
 
 def run_server(config: EngineConfig, server: ServerConfig, facts: CheckpointFacts, *, core: str = DEFAULT_CORE) -> int:
@@ -34,6 +34,15 @@ def say(text: str) -> None:
 
 def complain(text: str) -> None:
     print(f"serve: error: {text}", file=sys.stderr, flush=True)
+
+
+class AccessLog(AbstractAccessLogger):
+    """One line a request; probes and scrapers only at level debug."""
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        level = logging.DEBUG if request.path in OPEN_PATHS else logging.INFO
+        line = f"{request.remote} {request.method} {request.path} {response.status} in {time:.3f} s"
+        self.logger.log(level, line)
 
 
 class Server:
@@ -54,7 +63,7 @@ class Server:
         runner = web.AppRunner(
             make_app(self.state),
             handler_cancellation=True,  # a client that leaves ends its handler, and that aborts its requests
-            access_log_format=ACCESS_LOG,
+            access_log_class=AccessLog,
             shutdown_timeout=LAST_ANSWERS_SECONDS,
         )
         await runner.setup()
