@@ -1,0 +1,40 @@
+"""Kernels under test run compiled on a GPU, else through Triton's interpreter.
+
+Triton reads its switch when it is imported and when a kernel is defined, so the kernels are imported here, before any
+test module is; tests in other folders of the same run go on with the torch references.
+"""
+
+import importlib
+import os
+import sys
+
+import pytest
+import torch
+
+INTERPRET = "TRITON_INTERPRET"
+KERNEL_MODULES = (
+    "batch_memcpy",
+    "mamba_state_copy",
+    "postprocess_mamba",
+    "precopy_mamba_align",
+    "preprocess_mamba_align",
+)
+
+if not torch.cuda.is_available() and os.environ.get(INTERPRET) != "1":
+    if "triton" in sys.modules:
+        raise pytest.UsageError(f"triton is imported already: name kernels/tests first, or set {INTERPRET}=1")
+    os.environ[INTERPRET] = "1"
+    for module in KERNEL_MODULES:
+        importlib.import_module(f"mambalign.kernels.{module}")
+    del os.environ[INTERPRET]
+    sys.modules["mambalign.kernels.launch"].INTERPRETED = False
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Device whose tensors the kernels run on, compiled or interpreted."""
+    if torch.cuda.is_available():
+        return "cuda"
+    monkeypatch.setenv(INTERPRET, "1")
+    monkeypatch.setattr("mambalign.kernels.launch.INTERPRETED", True)
+    return "cpu"
