@@ -37,23 +37,27 @@ def write_kv(
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Rows that run together: R rows of Q queries each (padded), over the same number of key tiles."""
+    """Rows that run together: R rows of Q queries each (padded), over the same number of key tiles.
 
-    query_index: torch.Tensor  # [R, Q] token of each query; padding repeats the row's last
-    valid: torch.Tensor | None  # [R, Q] bool, None when nothing is padding
-    blocks: torch.Tensor  # [R, blocks] ids of the KV blocks that cover the tiles
-    num_tiles: int
-    hidden_scores: torch.Tensor  # [R * tiles, Q, KV_TILE] bool, keys that a query must not see
-    hidden_values: torch.Tensor  # [R, tiles * KV_TILE, 1, 1] bool, keys that no query of the row may see
+    Keys before `first_hidden_key` (a multiple of KV_TILE) are seen by every query of the group, but for the first
+    `first_key` of all.
+    """
+
+    shape: tuple[int, int, int]  # R, Q, tiles
+    query_index: torch.Tensor | None  # [R * Q] token of each query, padding repeats the row's last; None: all, in order
+    output_place: torch.Tensor | None  # [.] places in [R * Q] that are no padding; None: all
+    output_token: torch.Tensor | None  # [.] the tokens that stand there
+    kv_index: torch.Tensor  # [R * kv_heads * tiles * KV_TILE] rows of the caches seen as [.., head_dim]
+    first_key: int
+    first_hidden_key: int
+    hidden_scores: torch.Tensor  # [R, 1, tiles from first_hidden_key, Q, 1, KV_TILE] bool, keys a query must not see
+    hidden_values: torch.Tensor  # [R, 1, keys from first_hidden_key, 1] bool, keys no query of the row may see
 
 
-def plan_attention(batch, kv_block_tokens: int) -> list[AttentionGroup]:
+def plan_attention(batch, kv_block_tokens: int, kv_heads: int) -> list[AttentionGroup]:
     """Group the rows of an `AttentionBatch`; the result serves every attention layer of the pass."""
-    device = batch.block_table.device
-    return [
-        _group(batch, rows, first, length, kv_block_tokens, device)
-        for rows, first, length in _pieces(batch.query_lens, batch.context_lens)
-    ]
+    pieces = list(_pieces(batch.query_lens, batch.context_lens))
+    return [_group(batch, *piece, kv_block_tokens, kv_heads, len(pieces) == 1) for piece in pieces]
 
 
 def _pieces(query_lens: list[int], context_lens: list[int]) -> Iterator[tuple[list[int], int, int]]:
@@ -70,36 +74,52 @@ def _pieces(query_lens: list[int], context_lens: list[int]) -> Iterator[tuple[li
         yield rows, 0, max(query_lens[row] for row in rows)
 
 
-def _group(batch, rows: list[int], first: int, length: int, kv_block_tokens: int, device) -> AttentionGroup:
+def _group(
+    batch, rows: list[int], first: int, num_queries: int, kv_block_tokens: int, kv_heads: int, is_only: bool
+) -> AttentionGroup:
+    device = batch.block_table.device
     starts, total = [], 0
     for query_len in batch.query_lens:
         starts.append(total)
         total += query_len
-    lengths = [min(length, batch.query_lens[row] - first) for row in rows]
-    num_keys = [batch.context_lens[row] + first + n for row, n in zip(rows, lengths, strict=True)]
+    lengths = [min(num_queries, batch.query_lens[row] - first) for row in rows]
+    contexts = [batch.context_lens[row] + first for row in rows]
+    num_keys = [context + length for context, length in zip(contexts, lengths, strict=True)]
     num_tiles = -(-max(num_keys) // KV_TILE)
 
     # Queries of padding repeat the row's last one, so that they compute with nothing undefined.
-    offset = torch.arange(length)[None].minimum(torch.tensor(lengths)[:, None] - 1)
-    query_index = torch.tensor([starts[row] + first for row in rows])[:, None] + offset
-    query_position = torch.tensor([batch.context_lens[row] + first for row in rows])[:, None] + offset
-    valid = torch.arange(length)[None] < torch.tensor(lengths)[:, None]
+    is_padded = min(lengths) < num_queries
+    offset = torch.arange(num_queries, device=device).expand(len(rows), -1)
+    lengths_column = torch.tensor(lengths, device=device)[:, None]
+    query_index = output_place = None
+    if is_padded:
+        output_place = (offset < lengths_column).flatten().nonzero().squeeze(1)
+        offset = offset.minimum(lengths_column - 1)
+    if is_padded or not is_only:
+        query_index = (torch.tensor([starts[row] + first for row in rows], device=device)[:, None] + offset).flatten()
+    output_token = query_index if output_place is None else query_index[output_place]
 
-    key_position = torch.arange(num_tiles * KV_TILE)
-    hidden = (key_position > query_position[..., None]) | (key_position < batch.first_key)  # [R, Q, keys]
-    hidden_scores = hidden.view(len(rows), length, num_tiles, KV_TILE).transpose(1, 2).reshape(-1, length, KV_TILE)
-    hidden_values = (key_position >= torch.tensor(num_keys)[:, None]) | (key_position < batch.first_key)
+    first_hidden_key = min(contexts) // KV_TILE * KV_TILE
+    key_position = torch.arange(num_tiles * KV_TILE, device=device)
+    late = key_position[first_hidden_key:]
+    query_position = torch.tensor(contexts, device=device)[:, None] + offset
+    hidden_scores = (late > query_position[..., None]).view(len(rows), num_queries, -1, KV_TILE).transpose(1, 2)
+    hidden_values = late >= torch.tensor(num_keys, device=device)[:, None]
 
-    num_blocks = -(-num_tiles * KV_TILE // kv_block_tokens)
-    table = batch.block_table[rows, :num_blocks].long()
-    blocks = torch.nn.functional.pad(table, (0, num_blocks - table.shape[1]))
+    block_of_key = (key_position // kv_block_tokens).clamp_(max=batch.block_table.shape[1] - 1)
+    table = batch.block_table if len(rows) == len(batch.query_lens) else batch.block_table[rows]
+    slots = table.long()[:, block_of_key] * kv_block_tokens + key_position % kv_block_tokens
+    kv_index = slots[:, None] * kv_heads + torch.arange(kv_heads, device=device)[:, None]
     return AttentionGroup(
-        query_index.to(device),
-        None if bool(valid.all()) else valid.to(device),
-        blocks,
-        num_tiles,
-        hidden_scores.to(device),
-        hidden_values[..., None, None].to(device),
+        (len(rows), num_queries, num_tiles),
+        query_index,
+        output_place,
+        output_token,
+        kv_index.flatten(),
+        batch.first_key,
+        first_hidden_key,
+        hidden_scores[:, None, :, :, None],
+        hidden_values[:, None, :, None],
     )
 
 
@@ -117,53 +137,58 @@ def paged_attention(
     """
     out = torch.empty_like(query)
     for group in plan:
-        result = _attend(query[group.query_index], key_cache, value_cache, group, scale).to(out.dtype)
-        if group.valid is None:
-            out[group.query_index] = result
-        else:
-            out[group.query_index[group.valid]] = result[group.valid]
+        queries = query if group.query_index is None else query.index_select(0, group.query_index)
+        result = _attend(queries.float() * scale, key_cache, value_cache, group).to(out.dtype)
+        if group.output_place is not None:
+            result = result.index_select(0, group.output_place)
+        if group.output_token is None:
+            return result
+        out.index_copy_(0, group.output_token, result)
     return out
 
 
-def _attend(query, key_cache, value_cache, group: AttentionGroup, scale: float) -> torch.Tensor:
-    """query [R, Q, heads, head_dim] -> [R, Q, heads, head_dim], fp32."""
-    num_rows, num_queries, num_heads, head_dim = query.shape
-    kv_heads, num_tiles = key_cache.shape[2], group.num_tiles
-    heads_per_kv = num_heads // kv_heads
-    keys = key_cache[group.blocks].flatten(1, 2)[:, : num_tiles * KV_TILE].float()
-    values = value_cache[group.blocks].flatten(1, 2)[:, : num_tiles * KV_TILE].float()
-    values = values.masked_fill(group.hidden_values, 0.0)
-    keys = keys.reshape(num_rows * num_tiles, KV_TILE, kv_heads, head_dim)
-    values = values.reshape(num_rows * num_tiles, KV_TILE, kv_heads, head_dim)
+def _attend(query, key_cache, value_cache, group: AttentionGroup) -> torch.Tensor:
+    """Scaled query [R * Q, heads, head_dim] -> [R * Q, heads, head_dim], fp32. All heads and tiles are one batch."""
+    num_rows, num_queries, num_tiles = group.shape
+    num_heads, head_dim = query.shape[1:]
+    kv_heads = key_cache.shape[2]
+    keys = key_cache.view(-1, head_dim).index_select(0, group.kv_index).float()
+    values = value_cache.view(-1, head_dim).index_select(0, group.kv_index).float()
+    by_row = values.view(num_rows, kv_heads, -1, head_dim)
+    by_row[:, :, group.first_hidden_key :].masked_fill_(group.hidden_values, 0.0)
+    by_row[:, :, : group.first_key] = 0.0
+    keys, values = keys.view(-1, KV_TILE, head_dim), values.view(-1, KV_TILE, head_dim)
 
-    query_rows = max(num_queries * heads_per_kv, min_query_rows(head_dim, query.device))
-    out = torch.empty(num_rows, num_queries, kv_heads, heads_per_kv, head_dim, device=query.device)
-    scaled = (query.float() * scale).view(num_rows, 1, num_queries, kv_heads, heads_per_kv, head_dim)
-    for head in range(kv_heads):
-        q = scaled[:, :, :, head].expand(-1, num_tiles, -1, -1, -1).reshape(num_rows * num_tiles, -1, head_dim)
-        if query_rows > q.shape[1]:
-            q = torch.nn.functional.pad(q, (0, 0, 0, query_rows - q.shape[1]))
-        scores = torch.bmm(q, keys[:, :, head].transpose(1, 2))
-        visible = scores[:, : num_queries * heads_per_kv].view(-1, num_queries, heads_per_kv, KV_TILE)
-        visible.masked_fill_(group.hidden_scores[:, :, None], float("-inf"))
-        top = scores.amax(-1, keepdim=True).clamp_(min=LOWEST)
-        weights = scores.sub_(top).exp_()
-        total = weights.sum(-1, keepdim=True)
-        partial = torch.bmm(weights, values[:, :, head])
-        merged = _merge_tiles(*(t.view(num_rows, num_tiles, query_rows, -1) for t in (top, total, partial)))
-        out[:, :, head] = merged[:, : num_queries * heads_per_kv].view(num_rows, num_queries, heads_per_kv, head_dim)
-    return out.view(num_rows, num_queries, num_heads, head_dim)
+    # One product row per (query, head of the kv group); rows of padding are zeros and are dropped at the end.
+    used = num_queries * (num_heads // kv_heads)
+    used_and_padding = max(used, min_query_rows(head_dim, query.device))
+    q = query.view(num_rows, num_queries, kv_heads, -1, head_dim).transpose(1, 2).reshape(num_rows, kv_heads, used, -1)
+    if used_and_padding > used:
+        q = torch.nn.functional.pad(q, (0, 0, 0, used_and_padding - used))
+    q = q.unsqueeze(2).expand(-1, -1, num_tiles, -1, -1).reshape(-1, used_and_padding, head_dim)
+
+    scores = torch.bmm(q, keys.transpose(1, 2))
+    by_query = scores.view(num_rows, kv_heads, num_tiles, used_and_padding, KV_TILE)[:, :, :, :used]
+    by_query = by_query.unflatten(3, (num_queries, -1))
+    by_query[:, :, group.first_hidden_key // KV_TILE :].masked_fill_(group.hidden_scores, float("-inf"))
+    by_query[:, :, 0, :, :, : group.first_key] = float("-inf")
+    top = scores.amax(-1, keepdim=True).clamp_(min=LOWEST)
+    weights = scores.sub_(top).exp_()
+    parts = (top, weights.sum(-1, keepdim=True), torch.bmm(weights, values))
+    merged = _merge_tiles(*(part.view(num_rows * kv_heads, num_tiles, used_and_padding, -1) for part in parts))
+    merged = merged[:, :used].reshape(num_rows, kv_heads, num_queries, -1, head_dim)
+    return merged.transpose(1, 2).reshape(-1, num_heads, head_dim)
 
 
 def _merge_tiles(top: torch.Tensor, total: torch.Tensor, partial: torch.Tensor) -> torch.Tensor:
-    """Merge [R, tiles, M, 1], [R, tiles, M, 1], [R, tiles, M, D] over tiles, in order: [R, M, D]."""
+    """Merge [B, tiles, M, 1], [B, tiles, M, 1], [B, tiles, M, D] over tiles, in order: [B, M, D]."""
     share = (top - top.amax(1, keepdim=True)).exp_()
     denominator = total[:, 0] * share[:, 0]
     numerator = partial[:, 0] * share[:, 0]
     for tile in range(1, top.shape[1]):
         denominator.addcmul_(total[:, tile], share[:, tile])
         numerator.addcmul_(partial[:, tile], share[:, tile])
-    return torch.where(denominator > 0, numerator / denominator, 0.0)
+    return numerator.div_(denominator).masked_fill_(denominator == 0, 0.0)
 
 
 @lru_cache

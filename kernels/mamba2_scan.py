@@ -8,8 +8,9 @@ Formula (arXiv 2405.21060, section 2; names as in the published checkpoints), pe
 
 One loop over the tokens of a row serves prefill, decode, the verification of drafts and the states at boundaries, so
 a row's bits do not depend on how its tokens were cut into steps. Rows run side by side, longest first, so that those
-still active at a token are a prefix. Tokens are taken in segments: what does not depend on the state (decay, outer
-product) is made for a whole segment at once, and so is the output; only one fused multiply-add a token remains.
+that have a token t are a prefix; at most `ROWS_TOGETHER` of them, so that their states stay in the processor's cache.
+Elementwise products, a fused multiply-add and a vector-matrix product are the whole step: each was found to give an
+element the same bits wherever it lies in a tensor and whatever lies beside it (the tests pin that).
 
 A 16-bit state is rounded to its dtype after every token, in the loop as in memory, so that a cut changes nothing.
 """
@@ -20,56 +21,66 @@ import torch
 
 from mambalign.kernels.activation import softplus
 
-SEGMENT_TOKENS = 16
-SEGMENT_BYTES = 32 << 20  # most memory of one segment of states
+ROWS_TOGETHER = 8
+
+
+@dataclass(frozen=True)
+class ScanBlock:
+    """Rows that run side by side, longest first: which states they read, and where they leave theirs."""
+
+    live_rows: list[int]  # [longest row], how many rows have a token t
+    read_row: torch.Tensor  # [.] rows that start from a state, int64
+    read_block: torch.Tensor
+    writes: dict[int, list[tuple[int, int]]]  # token index in its row -> (row, block) to leave the state in
 
 
 @dataclass(frozen=True)
 class ScanPlan:
-    """Which row runs where, and which states it reads and leaves; shared by all layers of one forward pass."""
+    """The order in which a batch's tokens are run: block after block, in a block token t of every row, then t + 1."""
 
-    num_tokens: int
-    query_lens: list[int]  # [R], longest first: the order of rows in the loop
-    live_rows: list[int]  # [longest row], rows that have a token t
-    first_token: list[int]  # [R], index of each row's token 0 in the batch
-    has_state: bool  # any row starts from a state
-    read_row: torch.Tensor  # [.] rows with state, int64
-    read_block: torch.Tensor
-    writes: dict[int, list[tuple[int, int]]]  # token index in its row -> (row, block) to leave the state in
+    blocks: list[ScanBlock]
+    order: torch.Tensor | None  # [T] int64, the batch's token at each place of the loop; None for the batch's own order
+    place: torch.Tensor | None  # its inverse
 
 
 def plan_mamba2_scan(batch, device: torch.device | str = "cpu") -> ScanPlan:
     """Order the rows of a `MambaBatch` and look up their blocks.
 
     Decode row: token 0 continues from column running + num_accepted - 1, token j leaves its state in running + j.
-    Prefill row: reads and leaves the running column, and a copy at each boundary.
+    Prefill row: reads and leaves the running column, and leaves a copy at each boundary.
     """
     starts, num_tokens = [], 0
     for query_len in batch.query_lens:
         starts.append(num_tokens)
         num_tokens += query_len
-    order = sorted(range(len(starts)), key=lambda row: -batch.query_lens[row])
-    place = {row: i for i, row in enumerate(order)}
-
-    reads: list[tuple[int, int]] = []
-    writes: dict[int, list[tuple[int, int]]] = {}
-    for i, row in enumerate(order):
-        blocks, column, query_len = batch.block_table[row], batch.running_column[row], batch.query_lens[row]
-        if batch.has_state[row]:
-            reads.append((i, blocks[column + batch.num_accepted[row] - 1]))
-        if batch.is_decode[row]:
-            for token in range(query_len):
-                writes.setdefault(token, []).append((i, blocks[column + token]))
-        else:
-            writes.setdefault(query_len - 1, []).append((i, blocks[column]))
+    boundaries: dict[int, list] = {}
     for boundary in batch.boundaries:
-        writes.setdefault(boundary.num_tokens - 1, []).append((place[boundary.row], boundary.block_id))
+        boundaries.setdefault(boundary.row, []).append(boundary)
 
-    read_row, read_block = torch.tensor(reads, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
-    query_lens = [batch.query_lens[row] for row in order]
-    live_rows = [sum(query_len > t for query_len in query_lens) for t in range(query_lens[0])]
-    first_token = [starts[row] for row in order]
-    return ScanPlan(num_tokens, query_lens, live_rows, first_token, bool(reads), read_row, read_block, writes)
+    by_length = sorted(range(len(starts)), key=lambda row: -batch.query_lens[row])
+    blocks, order = [], []
+    for first in range(0, len(by_length), ROWS_TOGETHER):
+        rows = by_length[first : first + ROWS_TOGETHER]
+        reads: list[tuple[int, int]] = []
+        writes: dict[int, list[tuple[int, int]]] = {}
+        for i, row in enumerate(rows):
+            columns, running, query_len = batch.block_table[row], batch.running_column[row], batch.query_lens[row]
+            if batch.has_state[row]:
+                reads.append((i, columns[running + batch.num_accepted[row] - 1]))
+            for token in range(query_len) if batch.is_decode[row] else ():
+                writes.setdefault(token, []).append((i, columns[running + token]))
+            if not batch.is_decode[row]:
+                writes.setdefault(query_len - 1, []).append((i, columns[running]))
+            for boundary in boundaries.get(row, ()):
+                writes.setdefault(boundary.num_tokens - 1, []).append((i, boundary.block_id))
+        live_rows = [sum(batch.query_lens[row] > t for row in rows) for t in range(batch.query_lens[rows[0]])]
+        order += [starts[row] + t for t, live in enumerate(live_rows) for row in rows[:live]]
+        read_row, read_block = torch.tensor(reads, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
+        blocks.append(ScanBlock(live_rows, read_row, read_block, writes))
+    if order == list(range(num_tokens)):
+        return ScanPlan(blocks, None, None)
+    order = torch.tensor(order, device=device)
+    return ScanPlan(blocks, order, torch.empty_like(order).scatter_(0, order, torch.arange(num_tokens, device=device)))
 
 
 def mamba2_scan(
@@ -90,48 +101,63 @@ def mamba2_scan(
     A (negative), D, dt_bias [heads], fp32; temporal_state [blocks, heads, head_dim, d_state], fp32 or 16 bit.
     Returns y [T, heads, head_dim] in fp32. Only the blocks of the plan are read or written.
     """
+    if plan.order is not None:
+        x, dt_raw, B, C = (t.index_select(0, plan.order) for t in (x, dt_raw, B, C))
     num_tokens, num_heads, head_dim = x.shape
     num_groups, d_state = B.shape[1:]
-    rows_per_group = num_heads // num_groups * head_dim
+    group_rows = num_heads // num_groups * head_dim  # rows of the state that share B and C
     x = x.float()
-    dt = softplus(dt_raw.float() + dt_bias).clamp_(min=dt_min)
-    decay = torch.exp(dt * A)
-    dtx = (x * dt[..., None]).view(num_tokens, num_groups, rows_per_group, 1)
+    dt = softplus(dt_raw + dt_bias).clamp_(min=dt_min)
+    decay = torch.exp(dt * A).unsqueeze(-1)
+    dtx = (x * dt.unsqueeze(-1)).view(num_tokens, num_groups, group_rows, 1)
     B = B.float().unsqueeze(2)
-    C = C.float()
-    y = torch.empty(num_tokens, num_groups, rows_per_group, dtype=torch.float32, device=x.device)
+    C = C.float().reshape(num_tokens * num_groups, 1, d_state)
+    y = torch.empty(num_tokens * num_groups, 1, group_rows, dtype=torch.float32, device=x.device)
+    tokens = [sum(block.live_rows) for block in plan.blocks]
+    products = [num_groups * n for n in tokens]
+    inputs = (dtx.split(tokens), B.split(tokens), decay.split(tokens), C.split(products), y.split(products))
+    for block, *parts in zip(plan.blocks, *inputs, strict=True):
+        _scan_block(block, *parts, temporal_state)
+    y = y.view(num_tokens, num_heads, head_dim).addcmul_(x, D.unsqueeze(-1))
+    return y if plan.place is None else y.index_select(0, plan.place)
 
-    num_rows = len(plan.query_lens)
-    state = torch.zeros(num_rows, num_heads, head_dim, d_state, dtype=torch.float32, device=x.device)
-    if plan.has_state:
-        state[plan.read_row] = temporal_state[plan.read_block].float()
 
-    bytes_per_token = 4 * state.numel()
-    segment_tokens = max(1, min(SEGMENT_TOKENS, SEGMENT_BYTES // bytes_per_token))
-    first_token = torch.tensor(plan.first_token, device=x.device)
-    last_token = torch.tensor(
-        [f + q - 1 for f, q in zip(plan.first_token, plan.query_lens, strict=True)], device=x.device
+def _scan_block(block: ScanBlock, dtx, B, decay, C, y, temporal_state: torch.Tensor) -> None:
+    """dtx [n, groups, group_rows, 1], B [n, groups, 1, d_state], decay [n, heads, 1], C and y [n * groups, 1, ..]."""
+    num_groups, group_rows, d_state = dtx.shape[1], dtx.shape[2], B.shape[3]
+    states = _initial_states(block, temporal_state)
+    products = torch.empty_like(states)
+    products_of_rows = [num_groups * live for live in block.live_rows]
+    steps = zip(
+        block.live_rows,
+        dtx.split(block.live_rows),
+        B.split(block.live_rows),
+        decay.split(block.live_rows),
+        C.split(products_of_rows),
+        y.split(products_of_rows),
+        strict=True,
     )
+    live = 0
+    for t, (live_now, dtx_t, B_t, decay_t, C_t, y_t) in enumerate(steps):
+        if live_now != live:
+            live = live_now
+            state = states[:live].view(live, decay.shape[1], -1)
+            product = products[:live].view_as(state)
+            outer = product.view(live, num_groups, group_rows, d_state)
+            columns = state.view(live * num_groups, group_rows, d_state).transpose(1, 2)
+        torch.mul(dtx_t, B_t, out=outer)
+        torch.addcmul(product, state, decay_t, out=state)
+        if temporal_state.dtype != torch.float32:
+            state.copy_(state.to(temporal_state.dtype))
+        torch.bmm(C_t, columns, out=y_t)
+        for row, block_id in block.writes.get(t, ()):
+            temporal_state[block_id].copy_(states[row])
 
-    for t0 in range(0, plan.query_lens[0], segment_tokens):
-        t1 = min(t0 + segment_tokens, plan.query_lens[0])
-        active = plan.live_rows[t0]
-        tokens = first_token[:active] + torch.arange(t0, t1, device=x.device)[:, None]  # [t1 - t0, active]
-        index = tokens.minimum(last_token[:active]).flatten()  # a row that ends inside repeats its last token
-        states = torch.mul(dtx[index], B[index]).view(t1 - t0, active, num_heads, head_dim, d_state)
-        decays = decay[index].view(t1 - t0, active, num_heads, 1, 1)
-        for t in range(t0, t1):
-            live = plan.live_rows[t]
-            states[t - t0, :live].addcmul_(state[:live], decays[t - t0, :live])
-            state = states[t - t0]
-            if temporal_state.dtype != torch.float32:
-                state.copy_(state.to(temporal_state.dtype))
-            for row, block in plan.writes.get(t, ()):
-                temporal_state[block] = state[row]
-        segment_y = torch.bmm(C[index].view(-1, 1, d_state), states.view(-1, rows_per_group, d_state).transpose(1, 2))
-        segment_y = segment_y.view(-1, num_groups, rows_per_group)
-        if plan.live_rows[t1 - 1] < active:
-            inside = (tokens <= last_token[:active]).flatten()
-            index, segment_y = index[inside], segment_y[inside]
-        y[index] = segment_y
-    return y.view(num_tokens, num_heads, head_dim) + x * D[:, None]
+
+def _initial_states(block: ScanBlock, temporal_state: torch.Tensor) -> torch.Tensor:
+    """[rows, heads, head_dim, d_state] in fp32, a copy; zeros for rows without a state."""
+    given = temporal_state.index_select(0, block.read_block).float()
+    if len(block.read_row) == block.live_rows[0]:
+        return given
+    states = given.new_zeros(block.live_rows[0], *temporal_state.shape[1:])
+    return states.index_copy_(0, block.read_row, given)

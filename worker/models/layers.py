@@ -31,7 +31,7 @@ class ForwardContext:
 
     @classmethod
     def build(cls, cache: StateCache, attention: AttentionBatch, mamba: MambaBatch | None = None) -> "ForwardContext":
-        groups = plan_attention(attention, cache.kv_block_tokens)
+        groups = plan_attention(attention, cache.kv_block_tokens, cache.keys[0].shape[2])
         if mamba is None:
             return cls(cache, attention.slot_mapping, groups)
         device = attention.slot_mapping.device
@@ -74,7 +74,9 @@ class Mamba2Mixer:
         )
         conv_weight = weights.take(f"{name}.conv1d.weight", (conv_dim, 1, config.conv_kernel), fp32)
         self.conv_weight = conv_weight[:, 0].t().contiguous()
-        self.conv_bias = weights.take(f"{name}.conv1d.bias", (conv_dim,), fp32) if config.use_conv_bias else None
+        self.conv_bias = conv_weight.new_zeros(conv_dim)
+        if config.use_conv_bias:
+            self.conv_bias = weights.take(f"{name}.conv1d.bias", (conv_dim,), fp32)
         self.A = -torch.exp(weights.take(f"{name}.A_log", (self.num_heads,), fp32))
         self.D = weights.take(f"{name}.D", (self.num_heads,), fp32)
         self.dt_bias = weights.take(f"{name}.dt_bias", (self.num_heads,), fp32)
