@@ -102,7 +102,8 @@ class PrefixCache:
         while first and self.kv_pool.lookup(hashes[first - 1]) is None:
             first -= 1
         for i in range(first, last):
-            assert self.kv_pool.publish(request.kv_blocks[i], hashes[i])
+            is_new = self.kv_pool.publish(request.kv_blocks[i], hashes[i])
+            assert is_new, "a cached KV block behind one that is not"
             if i:
                 self._children.setdefault(hashes[i - 1], set()).add(hashes[i])
                 self._parent[hashes[i]] = hashes[i - 1]
