@@ -73,20 +73,14 @@ class PrefixCache:
         """Boundaries behind the hit whose states a prefill keeps: the prompt's last, and the junction.
 
         The junction is where the KV chain stops matching: texts that share this prefix part after it, so the next
-        one hits there. A state that is cached already is refreshed instead.
+        one hits there. A state that is cached already is kept too: it may be gone before this one is computed.
         """
         step, num_tokens = self.mamba_block_tokens, request.num_tokens
         last = num_tokens // step * step
         wanted = {last, hit.num_matched_tokens // step * step}
         if num_tokens - last < HEADER_TOKENS:
             wanted.add(last - step)
-        return sorted(m for m in wanted if m > hit.num_tokens and not self._touch_state(request, m))
-
-    def _touch_state(self, request: Request, boundary: int) -> bool:
-        block = self.mamba_pool.lookup(self.state_hash(request, boundary))
-        if block is not None:
-            self.mamba_pool.touch(block)
-        return block is not None
+        return sorted(m for m in wanted if m > hit.num_tokens)
 
     def touch_matched(self, request: Request, hit: Hit) -> None:
         """Refresh the KV blocks that matched beyond the hit: they are computed again, but their copies are in use."""
@@ -109,13 +103,16 @@ class PrefixCache:
                 self._parent[hashes[i]] = hashes[i - 1]
 
     def publish_state(self, request: Request, boundary: int, block: int) -> bytes | None:
-        """Cache the state after `boundary` tokens; None when it is cached already and the block stays private.
+        """Cache the state after `boundary` tokens; None when it is cached already: that one is refreshed.
 
         The KV of the prefix must be cached (`publish_kv` first): without it nothing could reach the state.
         """
         hash = self.state_hash(request, boundary)
         assert self.kv_pool.lookup(hash) is not None, "state published before its KV"
-        return hash if self.mamba_pool.publish(block, hash) else None
+        if self.mamba_pool.publish(block, hash):
+            return hash
+        self.mamba_pool.touch(self.mamba_pool.lookup(hash))
+        return None
 
     def supersede_state(self, hash: bytes) -> None:
         """The state is of little use any more: evict it before all others."""
