@@ -20,6 +20,7 @@ from mambalign.worker.mamba_columns import PrecopyInfo, postcopy, precopy
 from mambalign.worker.state_cache import NULL_BLOCK, StateCache
 
 COPY_BLOCK_SIZE = 16384  # bytes that a program holds in registers at a time
+INTERPRETED_COPY_BLOCK_SIZE = 1 << 18  # the interpreter pays by the tile, whatever its size
 
 
 class CopyCounts(NamedTuple):
@@ -71,7 +72,7 @@ class MambaSpecDecodeGPUContext:
         table_width: int,
         *,
         states: list[MambaState] | None = None,
-        copy_block_size: int = COPY_BLOCK_SIZE,
+        copy_block_size: int | None = None,
         num_programs: int | None = None,
     ):
         """`states`: what moves, when it is not simply every state of `cache` in group 0.
@@ -88,9 +89,10 @@ class MambaSpecDecodeGPUContext:
         self.conv_state_dim_first = cache.conv_layout == "DS"
         self.block_tokens = cache.mamba_block_tokens
         self.max_num_reqs = max_num_reqs
-        self.copy_block_size = copy_block_size
+        on_gpu = self.device.type == "cuda"
+        self.copy_block_size = copy_block_size or (COPY_BLOCK_SIZE if on_gpu else INTERPRETED_COPY_BLOCK_SIZE)
         self.num_programs = num_programs
-        self.metas, tile_states = describe_states(self.states, self.conv_state_dim_first, copy_block_size)
+        self.metas, tile_states = describe_states(self.states, self.conv_state_dim_first, self.copy_block_size)
         self.state_meta = torch.tensor(self.metas, dtype=torch.int64, device=self.device)
         self.tile_state = torch.tensor(tile_states, dtype=torch.int32, device=self.device)
 

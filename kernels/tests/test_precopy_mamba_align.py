@@ -142,11 +142,8 @@ class Case:
     def run_precopy(
         self, *, function=precopy_mamba_align_fused, idx_mapping=None, work_list=None, num_reqs=None
     ) -> None:
-        source, dest, bias = self.int32(self.decisions).T.contiguous()
         function(
-            source,
-            dest,
-            bias,
+            *(self.int32(column) for column in zip(*self.decisions, strict=True)),
             self.table.to(self.device),
             None if idx_mapping is None else self.int32(idx_mapping),
             None if work_list is None else self.int32([*work_list, -99]),  # what follows the list is never read
@@ -433,7 +430,7 @@ class PostCase(Case):
 
     def run(self, idx_mapping: list[int] | None = None, function=postprocess_mamba_fused) -> torch.Tensor:
         slots = range(len(self.rows)) if idx_mapping is None else idx_mapping
-        n, column, _ = self.int32(self.rows).T.contiguous()
+        n, column, _ = (self.int32(values) for values in zip(*self.rows, strict=True))
         num_accepted = self.int32([99] * len(self.rows))
         function(
             self.int32([self.rows[slot][2] if slot >= 0 else 77 for slot in slots]),
@@ -494,15 +491,17 @@ def test_postprocess_by_slot_skips_padding(device, layout):
 def test_same_block_shifts_behave_like_memmove(device, layout, dtype):
     """A row that ends on its boundary keeps its state in place: the conv state shifts within its block."""
     rows = [(15 - bias, 1, 1 + bias) for bias in (1, 2, 3)]
-    wide = PostCase(device, layout, num_blocks=32, width=8)
-    wide.add("conv", (6, 1000 if torch.cuda.is_available() else 200), dtype).add("conv", (6, 7), dtype)
+    case = PostCase(device, layout, num_blocks=32, width=8)
+    case.add("conv", (6, 1000 if device == "cuda" else 200), dtype).add("conv", (6, 7), dtype)
+    case.prepare(len(rows))
+    case.settle(rows, 8)
+    assert all(source == dest for source, dest, _ in case.decisions)
+    before, expected = [state.tensor.clone() for state in case.states], case.expected([0, 1, 2])
     for _ in range(REPEATS):
-        wide.prepare(len(rows))
-        wide.settle(rows, 8)
-        assert all(source == dest for source, dest, _ in wide.decisions)
-        expected = wide.expected([0, 1, 2])
-        assert wide.run().tolist() == [1, 1, 1]
-        wide.check(expected)
+        for state, tensor in zip(case.states, before, strict=True):
+            state.tensor.copy_(tensor)
+        assert case.run().tolist() == [1, 1, 1]
+        case.check(expected)
 
 
 # Decisions on the device, and whole steps of V2.
