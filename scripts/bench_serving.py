@@ -45,8 +45,7 @@ def make_prompts(encode: Callable[[str], list[int]], num_prompts: int, num_token
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         token_ids = encode(path.read_text(encoding="utf-8", errors="replace"))
         prompts += [
-            token_ids[start : start + num_tokens]
-            for start in range(0, len(token_ids) - num_tokens + 1, num_tokens)
+            token_ids[start : start + num_tokens] for start in range(0, len(token_ids) - num_tokens + 1, num_tokens)
         ]
         if len(prompts) >= num_prompts:
             return prompts[:num_prompts]
@@ -244,9 +243,7 @@ def main() -> None:
     ratios = compare(figures, tokens)
     setting = {"prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens, "threads": args.threads}
     print(
-        json.dumps(
-            {**setting, "ceiling": ceiling, "output_tokens_per_s": figures, "drafts": drafts, "ratios": ratios}
-        )
+        json.dumps({**setting, "ceiling": ceiling, "output_tokens_per_s": figures, "drafts": drafts, "ratios": ratios})
     )
 
 

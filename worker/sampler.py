@@ -160,8 +160,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[in
         top_ids = best.tolist()
         top_logprobs = (relative.gather(1, best) - log_mass).tolist()
     return [
-        TokenLogprobs(taken_logprobs[i], top_ids[i][:count], top_logprobs[i][:count])
-        for i, count in enumerate(counts)
+        TokenLogprobs(taken_logprobs[i], top_ids[i][:count], top_logprobs[i][:count]) for i, count in enumerate(counts)
     ]
 
 

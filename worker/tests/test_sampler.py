@@ -259,9 +259,7 @@ def test_a_run_of_drafts_equals_tokens_one_at_a_time():
     for j in range(4):
         row = row_of(20 + j, prompt=[1, 2], outputs=[*outputs, *singly], logprobs=1, **fields)
         singly.append(sample_alone(logits[j], row)[0])
-    run = [
-        row_of(20 + j, prompt=[1, 2], outputs=[*outputs, *singly[:j]], logprobs=1, **fields) for j in range(4)
-    ]
+    run = [row_of(20 + j, prompt=[1, 2], outputs=[*outputs, *singly[:j]], logprobs=1, **fields) for j in range(4)]
     assert Sampler([EOS])(logits, run).token_ids == singly
 
 
