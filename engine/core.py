@@ -169,8 +169,7 @@ class EngineCore:
         self._precopies += result.num_precopies
         self._precopies_biased += result.num_biased_precopies
         self._postcopies += result.num_postcopies
-        gained = self.scheduler.update(scheduled, result)
-        for (request, tokens), row in zip(gained, result.results, strict=True):
+        for request, tokens, row in self.scheduler.update(scheduled, result):
             live = self._live[request.request_id]
             if request.finish_reason is not None:
                 del self._live[request.request_id]

@@ -1,7 +1,9 @@
 """A request as the engine sees it: its text, how far it is computed, and what it holds."""
 
 import enum
+from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mambalign.worker.sampling_params import SamplingParams
 
@@ -10,6 +12,14 @@ class RequestStatus(enum.Enum):
     WAITING = enum.auto()  # holds no block
     RUNNING = enum.auto()
     FINISHED = enum.auto()  # holds no block
+
+
+class InFlight(NamedTuple):
+    """A request's part of a step that was launched and is not booked yet."""
+
+    num_tokens: int
+    is_decode: bool
+    samples: bool
 
 
 @dataclass(eq=False)
@@ -35,6 +45,8 @@ class Request:
     num_accepted_tokens: int = 0  # of those, kept in the text
     num_preemptions: int = 0
 
+    admission: int = 0  # numbers this stay in the runner: a result of an earlier one is not the request's any more
+    in_flight: deque[InFlight] = field(default_factory=deque)  # oldest first
     draft_token_ids: list[int] = field(default_factory=list)  # proposed for the next step, dropped by preemption
     running_column: int = -1  # c
     kv_blocks: list[int] = field(default_factory=list)

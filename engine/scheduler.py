@@ -3,6 +3,10 @@
 A step is `schedule() -> run -> update()`. Running requests go first, in the order of their admission, then waiting
 ones while budget, rows and blocks last. A running request that finds no block preempts the youngest; the oldest can
 always run, because start-up refuses pools in which one request alone would not fit.
+
+With `schedules_ahead` (runner V2) one more step may be planned while one is in flight. A decode row's place is then
+known between two bounds only: blocks are reserved for the highest, and kept down to the lowest. Nobody is preempted
+while a step is in flight; when blocks run out, the next step waits until there is none.
 """
 
 from collections import Counter, deque
@@ -11,8 +15,8 @@ from dataclasses import dataclass, field
 
 from mambalign.engine.block_pool import BlockPool
 from mambalign.engine.prefix_cache import Hit, PrefixCache
-from mambalign.engine.request import Request, RequestStatus
-from mambalign.worker.batch import NewRow, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
+from mambalign.engine.request import InFlight, Request, RequestStatus
+from mambalign.worker.batch import UNKNOWN_TOKEN, NewRow, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
 from mambalign.worker.mamba_columns import cdiv, decode_columns, first_column, next_column, postcopy
 
 AppendToken = Callable[[Request, int], bool]
@@ -32,6 +36,7 @@ class SchedulerLimits:
     num_mamba_blocks: int
     enable_prefix_caching: bool
     num_lookahead_tokens: int  # KV slots past the step's tokens that the drafter writes: max(1, S), 0 without one
+    schedules_ahead: bool = False  # plan a step while one is in flight
 
 
 @dataclass
@@ -49,6 +54,17 @@ class SchedulerCounters:
     accepted_per_position: list[int] = field(default_factory=list)  # [S]
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """Where a request stands once its step in flight, if any, is booked: n lies in `least .. most`."""
+
+    least: int
+    most: int
+    running_column: int
+    is_decode: bool
+    num_tokens: int  # longest that the text can be
+
+
 class Scheduler:
     """See the module's text. `append_token(request, token_id)` adds a token to the text and says if that ended it."""
 
@@ -63,6 +79,9 @@ class Scheduler:
         self.running: list[Request] = []
         self.counters = SchedulerCounters(accepted_per_position=[0] * limits.num_spec_tokens)
         self._removed: list[str] = []  # left the runner since the last step
+        self._num_admissions = 0
+        self._num_in_flight = 0  # steps planned and not booked
+        self._drain = False  # plan nothing until no step is in flight
 
     # requests come and go
 
@@ -105,14 +124,18 @@ class Scheduler:
     # schedule
 
     def schedule(self) -> SchedulerOutput:
-        """Plan a step. Every row has its blocks; with any request alive, at least one row runs."""
+        """Plan a step. Every row has its blocks; with a request alive and no step in flight, at least one row runs."""
         output = SchedulerOutput(rows=[])
-        num_preemptions = self.counters.preemptions
-        budget = self._schedule_running(output, self.limits.max_num_batched_tokens)
-        if self.counters.preemptions == num_preemptions:  # else the preempted one would come straight back
-            self._schedule_waiting(output, budget)
-        output.removed, self._removed = self._removed, []
-        assert output.rows or not self.requests, "a step that schedules nothing"
+        if not (self._drain and self._num_in_flight):
+            self._drain = False
+            num_preemptions = self.counters.preemptions
+            budget = self._schedule_running(output, self.limits.max_num_batched_tokens)
+            if self.counters.preemptions == num_preemptions and not self._drain:
+                self._schedule_waiting(output, budget)  # a preempted request would come straight back
+        if output.rows:
+            output.removed, self._removed = self._removed, []
+            self._num_in_flight += 1
+        assert output.rows or self._num_in_flight or not self.requests, "a step that schedules nothing"
         return output
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
@@ -122,47 +145,80 @@ class Scheduler:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for an older one
-            token_ids = self._next_tokens(request, budget, draft_budget)
-            while not self._allocate(request, len(token_ids)):
-                victim = self.running[-1]
-                self._preempt(victim)
-                if victim is request:
-                    break
-            if request.status is not RequestStatus.RUNNING:
+            outlook = self._outlook(request)
+            if request.in_flight and not self._may_run_ahead(request, outlook):
+                continue
+            token_ids = self._next_tokens(request, outlook, budget, draft_budget)
+            if not self._make_room(request, outlook, len(token_ids)):
                 break
             budget -= len(token_ids)
-            if request.is_decode:
+            if outlook.is_decode:
                 draft_budget -= len(token_ids) - 1
-            output.rows.append(self._row(request, token_ids))
+            output.rows.append(self._row(request, outlook, token_ids))
         return budget
+
+    def _make_room(self, request: Request, outlook: Outlook, num_tokens: int) -> bool:
+        """Allocate for a running request, preempting younger ones; False when it has to wait or is the victim."""
+        while not self._allocate(request, outlook, num_tokens):
+            if self._num_in_flight:
+                self._drain = True
+                return False
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _outlook(self, request: Request) -> Outlook:
+        n, column = request.num_computed_tokens, request.running_column
+        if not request.in_flight:
+            return Outlook(n, n, column, request.is_decode, request.num_tokens)
+        (flight,) = request.in_flight
+        end = n + flight.num_tokens
+        column = next_column(column, n, flight.num_tokens, self.limits.mamba_block_tokens)
+        if flight.is_decode:
+            return Outlook(n + 1, end, column, True, request.num_tokens + flight.num_tokens)
+        return Outlook(end, end, column, flight.samples, request.num_tokens + flight.samples)
+
+    def _may_run_ahead(self, request: Request, outlook: Outlook) -> bool:
+        """Not if the result in flight may end the text, or the next token depends on it through the host."""
+        params = request.params
+        needs_host = params.needs_history or request.num_output_tokens < params.min_tokens
+        return outlook.num_tokens < self.max_total_tokens(request) and not (outlook.is_decode and needs_host)
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting[0]
             hit = self._take_hit(request)
-            token_ids = request.token_ids[hit.num_tokens : hit.num_tokens + budget]
-            if not self._allocate(request, len(token_ids)):
+            outlook = self._outlook(request)
+            token_ids = self._next_tokens(request, outlook, budget, 0)
+            if not self._allocate(request, outlook, len(token_ids)):
                 self._release_blocks(request)
                 return
             self.waiting.popleft()
             self.running.append(request)
             request.status = RequestStatus.RUNNING
+            self._num_admissions += 1
+            request.admission = self._num_admissions
             self._count_hit(request, hit)
             budget -= len(token_ids)
             output.new_rows.append(self._new_row(request))
-            output.rows.append(self._row(request, token_ids))
+            output.rows.append(self._row(request, outlook, token_ids))
 
     def _draft_budget(self, budget: int) -> int:
         """Drafts use what one token for every row leaves; half of the step is kept for prompts, if there are any."""
-        prompts_pending = bool(self.waiting) or any(not r.is_decode for r in self.running)
+        prompts_pending = bool(self.waiting) or any(not self._outlook(r).is_decode for r in self.running)
         return max(0, budget - len(self.running) - (budget // 2 if prompts_pending else 0))
 
-    def _next_tokens(self, request: Request, budget: int, draft_budget: int) -> list[int]:
-        n = request.num_computed_tokens
-        if not request.is_decode:
+    def _next_tokens(self, request: Request, outlook: Outlook, budget: int, draft_budget: int) -> list[int]:
+        n = outlook.least
+        if not outlook.is_decode:
             return request.token_ids[n : n + budget]
-        room = self.max_total_tokens(request) - request.num_tokens - 1  # the step adds one token more than drafts
-        return request.token_ids[n:] + request.draft_token_ids[: max(0, min(room, draft_budget, budget - 1))]
+        room = self.max_total_tokens(request) - outlook.num_tokens - 1  # the step adds one token more than drafts
+        num_drafts = max(0, min(room, draft_budget, budget - 1))
+        if self.limits.schedules_ahead:
+            return [UNKNOWN_TOKEN] * (1 + min(num_drafts, self.limits.num_spec_tokens))
+        return request.token_ids[n:] + request.draft_token_ids[:num_drafts]
 
     def _take_hit(self, request: Request) -> Hit:
         """Admission: hold the cached prefix and start the request's columns from it."""
@@ -195,11 +251,11 @@ class Scheduler:
 
     # blocks
 
-    def _allocate(self, request: Request, num_tokens: int) -> bool:
-        """Give the request every block that a step of `num_tokens` tokens needs, or nothing and False."""
-        end = request.num_computed_tokens + num_tokens
-        num_kv = cdiv(end + self.limits.num_lookahead_tokens, self.limits.kv_block_tokens) - len(request.kv_blocks)
-        columns = [c for c in self._columns(request, num_tokens) if c not in request.mamba_blocks]
+    def _allocate(self, request: Request, outlook: Outlook, num_tokens: int) -> bool:
+        """Give the request every block that a step of `num_tokens` tokens can need, or nothing and False."""
+        end = outlook.most + num_tokens + self.limits.num_lookahead_tokens
+        num_kv = max(0, cdiv(end, self.limits.kv_block_tokens) - len(request.kv_blocks))
+        columns = [c for c in self._columns(request, outlook, num_tokens) if c not in request.mamba_blocks]
         if num_kv > self.kv_pool.num_free or len(columns) > self.mamba_pool.num_free:
             return False
         request.kv_blocks += [self.kv_pool.allocate() for _ in range(num_kv)]
@@ -207,16 +263,17 @@ class Scheduler:
             request.mamba_blocks[column] = self.mamba_pool.allocate()
         return True
 
-    def _columns(self, request: Request, num_tokens: int) -> list[int]:
-        """Mamba columns that a step of `num_tokens` tokens writes, or must keep for a copy."""
-        n, c, size = request.num_computed_tokens, request.running_column, self.limits.mamba_block_tokens
-        if request.is_decode:
-            return list(decode_columns(n, c, num_tokens, size, self.limits.num_spec_tokens))
-        asked = [m // size - 1 for m in self._boundaries_within(request, n + num_tokens)]
-        return sorted({next_column(c, n, num_tokens, size), *asked})
+    def _columns(self, request: Request, outlook: Outlook, num_tokens: int) -> list[int]:
+        """Mamba columns that a step of `num_tokens` tokens can write, or must keep for a copy."""
+        n, column, size = outlook.least, outlook.running_column, self.limits.mamba_block_tokens
+        if outlook.is_decode:
+            slack = outlook.most - n
+            return list(decode_columns(n, column, num_tokens, size, self.limits.num_spec_tokens, slack))
+        asked = [m // size - 1 for m in self._boundaries_within(request, n, n + num_tokens)]
+        return sorted({next_column(column, n, num_tokens, size), *asked})
 
-    def _boundaries_within(self, request: Request, end: int) -> list[int]:
-        return [m for m in request.boundaries if request.num_computed_tokens < m <= end]
+    def _boundaries_within(self, request: Request, start: int, end: int) -> list[int]:
+        return [m for m in request.boundaries if start < m <= end]
 
     def _preempt(self, request: Request) -> None:
         """Take everything from a running request; it starts over, from the cache if it can, as the next to run."""
@@ -236,6 +293,7 @@ class Scheduler:
             self.mamba_pool.release(request.mamba_blocks[column])
         request.kv_blocks, request.mamba_blocks, request.boundaries = [], {}, []
         request.draft_token_ids = []
+        request.in_flight.clear()
         request.num_computed_tokens, request.running_column = 0, -1
 
     # what the runner sees
@@ -250,46 +308,55 @@ class Scheduler:
             num_computed_tokens=request.num_computed_tokens,
         )
 
-    def _row(self, request: Request, token_ids: list[int]) -> ScheduledRow:
-        n, is_decode = request.num_computed_tokens, request.is_decode
+    def _row(self, request: Request, outlook: Outlook, token_ids: list[int]) -> ScheduledRow:
+        """Describe a row, and note it as in flight."""
+        n, is_decode = outlook.least, outlook.is_decode
         end = n + len(token_ids)
-        known_after = end < request.num_tokens and not is_decode
+        ends_inside = end < request.num_tokens and not is_decode
+        request.in_flight.append(InFlight(len(token_ids), is_decode, not ends_inside))
         return ScheduledRow(
             request_id=request.request_id,
+            admission=request.admission,
             num_computed_tokens=n,
             token_ids=token_ids,
             is_decode=is_decode,
             kv_blocks=list(request.kv_blocks),
             mamba_blocks=dict(request.mamba_blocks),
-            boundaries=[] if is_decode else self._boundaries_within(request, end),
-            next_token_id=request.token_ids[end] if known_after else None,
+            boundaries=[] if is_decode else self._boundaries_within(request, n, end),
+            next_token_id=request.token_ids[end] if ends_inside else None,
         )
 
     # update
 
-    def update(self, scheduled: SchedulerOutput, output: RunnerOutput) -> list[tuple[Request, list[int]]]:
-        """Book a step that has run; returns each row's request and the tokens that its text gained.
+    def update(
+        self, scheduled: SchedulerOutput, output: RunnerOutput
+    ) -> list[tuple[Request, list[int], RowResult]]:
+        """Book the oldest step in flight; returns each live row's request, the tokens its text gained, the result.
 
-        Only here are blocks published: their contents are written and committed.
+        Only here are blocks published: their contents are written and committed. A result that comes too late, for a
+        request that has ended or was admitted anew, is dropped.
         """
+        self._num_in_flight -= 1
         gained = []
         for row, result in zip(scheduled.rows, output.results, strict=True):
             assert row.request_id == result.request_id
-            request = self.requests[row.request_id]
-            gained.append((request, self._advance(request, row, result)))
+            request = self.requests.get(row.request_id)
+            if request is not None and request.admission == row.admission:
+                gained.append((request, self._advance(request, row, result), result))
         return gained
 
     def _advance(self, request: Request, row: ScheduledRow, result: RowResult) -> list[int]:
-        n, size = row.num_computed_tokens, self.limits.mamba_block_tokens
-        assert request.num_computed_tokens == n
+        request.in_flight.popleft()
+        n, size = request.num_computed_tokens, self.limits.mamba_block_tokens
+        assert n == row.num_computed_tokens or (self.limits.schedules_ahead and row.is_decode)
         num_final = len(result.token_ids) if row.is_decode else row.num_tokens
         request.running_column = next_column(request.running_column, n, row.num_tokens, size)
         request.num_computed_tokens = n + num_final
         kept, finished = self._append_tokens(request, result.token_ids)
         if row.is_decode:
-            self._count_drafts(request, row.num_tokens - 1, min(len(result.token_ids) - 1, len(kept)))
+            self._count_drafts(request, result.num_draft_tokens, min(len(result.token_ids) - 1, len(kept)))
         if self.limits.enable_prefix_caching:
-            self._publish(request, row, num_final)
+            self._publish(request, row, n, num_final)
         if finished:
             self.finish(request.request_id, request.finish_reason or "stop")
         else:
@@ -315,9 +382,9 @@ class Scheduler:
         for position in range(num_accepted):
             self.counters.accepted_per_position[position] += 1
 
-    def _publish(self, request: Request, row: ScheduledRow, num_final: int) -> None:
+    def _publish(self, request: Request, row: ScheduledRow, n: int, num_final: int) -> None:
         """Cache what the step completed, as far as the text goes: a stop may have cut the last tokens off."""
-        n, size = row.num_computed_tokens, self.limits.mamba_block_tokens
+        size = self.limits.mamba_block_tokens
         num_committed = min(request.num_computed_tokens, request.num_tokens)
         self.cache.publish_kv(request, num_committed)
         if not row.is_decode:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from mambalign.worker.mamba_columns import PrecopyInfo
 from mambalign.worker.sampling_params import SamplingParams
 
+UNKNOWN_TOKEN = -1  # V2: sampled by the step in flight, or drafted; it is on the device
+
 
 @dataclass(frozen=True)
 class NewRow:
@@ -26,8 +28,9 @@ class ScheduledRow:
     """
 
     request_id: str
-    num_computed_tokens: int  # n
-    token_ids: list[int]  # q tokens
+    admission: int  # the request's stay in the runner that this row belongs to
+    num_computed_tokens: int  # n; of a decode row scheduled ahead, the lowest it can be: the device knows
+    token_ids: list[int]  # q tokens; UNKNOWN_TOKEN where only the device knows them
     is_decode: bool
     kv_blocks: list[int]  # every KV block that the row holds, in order
     mamba_blocks: dict[int, int]  # column -> block id, every column that the row holds
@@ -61,6 +64,7 @@ class RowResult:
     token_ids: list[int]  # sampled and kept: 1..S+1 for a decode row, 1 for a finished prefill, else none
     logprobs: list | None  # TokenLogprobs, one per token, when asked for
     draft_token_ids: list[int]  # proposed for the row's next step
+    num_draft_tokens: int  # drafts that this step verified
 
 
 @dataclass

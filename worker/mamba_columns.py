@@ -60,9 +60,13 @@ def postcopy(c: int, n: int, num_kept: int, block_tokens: int) -> PostcopyInfo |
     return PostcopyInfo(boundary, c, boundary // block_tokens - 1, boundary - n - 1)
 
 
-def decode_columns(n: int, c: int, q: int, block_tokens: int, num_spec_tokens: int) -> range:
-    """Columns that a decode row holds during a step; its pre-copy source, `c`, comes on top until copied."""
-    return range(n // block_tokens, next_column(c, n, q, block_tokens) + num_spec_tokens + 1)
+def decode_columns(n: int, c: int, q: int, block_tokens: int, num_spec_tokens: int, slack: int = 0) -> range:
+    """Columns that a decode row holds during a step; its pre-copy source, `c`, comes on top until copied.
+
+    `slack`: how far n may lie above the given one, when the step before is still in flight.
+    """
+    running = next_column(c, n + slack, q, block_tokens)
+    return range(n // block_tokens, running + num_spec_tokens + 1)
 
 
 def table_width(max_len: int, block_tokens: int, num_spec_tokens: int) -> int:

@@ -52,7 +52,8 @@ class ModelRunnerV1:
         for row, kept in zip(rows, tokens, strict=True):
             row.request.output_token_ids.extend(kept)
         drafts = self._propose(rows, hidden, tokens)
-        answers = zip(scheduled.rows, tokens, logprobs, drafts, strict=True)
+        num_drafts = [row.num_tokens - 1 if row.is_decode else 0 for row in rows]
+        answers = zip(scheduled.rows, tokens, logprobs, drafts, num_drafts, strict=True)
         results = [RowResult(row.request_id, *answer) for row, *answer in answers]
         return RunnerOutput(results, moved.num_rows, moved.num_biased_rows, num_postcopies)
 

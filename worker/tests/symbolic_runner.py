@@ -421,7 +421,8 @@ class SymbolicRunner:
             drafts = self._drafts(text, num_drafts, num_right)
         if self.limits.num_lookahead_tokens:
             self._fill_drafter(row)
-        return RowResult(scheduled.request_id, list(row.kept), None, drafts)
+        num_verified = scheduled.num_tokens - 1 if scheduled.is_decode else 0
+        return RowResult(scheduled.request_id, list(row.kept), None, drafts, num_verified)
 
     def _fill_drafter(self, row: Row) -> None:
         """Slots up to n', each from the hidden state before it and its token; feedback drafts dirty what follows."""

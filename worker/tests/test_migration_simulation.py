@@ -119,7 +119,7 @@ class Driver:
         self.max_column = max(self.max_column, *self.held)
         end = self.n + len(tokens)
         after = self.tokens[end] if end < known and not is_decode else None
-        row = ScheduledRow("r", self.n, tokens, is_decode, self.kv_blocks, dict(self.held), boundaries, after)
+        row = ScheduledRow("r", 0, self.n, tokens, is_decode, self.kv_blocks, dict(self.held), boundaries, after)
         self.output.rows.append(row)
         self.book(row)
 
