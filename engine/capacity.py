@@ -17,9 +17,15 @@ class PoolPlan:
     max_num_seqs: int
 
 
-def states_per_request(num_spec_tokens: int) -> int:
-    """Most state blocks that a decoding request holds at once."""
-    return num_spec_tokens + 2
+def states_per_request(num_spec_tokens: int, schedules_ahead: bool) -> int:
+    """State blocks that a decoding request holds at once; one more when its place is known to a step only."""
+    return num_spec_tokens + (3 if schedules_ahead else 2)
+
+
+def states_for_one(num_spec_tokens: int, schedules_ahead: bool) -> int:
+    """Most state blocks that one request alone can ever need: prefill, or the first decode step over its end."""
+    ahead = num_spec_tokens + 6 if schedules_ahead else 0
+    return max(states_per_request(num_spec_tokens, schedules_ahead), PREFILL_COLUMNS, ahead)
 
 
 def plan_pools(
@@ -34,15 +40,17 @@ def plan_pools(
     max_model_len: int,
     num_spec_tokens: int,
     num_lookahead_tokens: int,
+    schedules_ahead: bool,
 ) -> PoolPlan:
     """Divide `cache_memory` bytes.
 
     Without a fraction, states of the running requests come first, and the rest is split so that both pools hold the
     same number of cached tokens. Raises ConfigError when one request of `max_model_len` tokens does not fit.
     """
-    per_request = states_per_request(num_spec_tokens)
-    min_states = max(per_request, PREFILL_COLUMNS)
-    min_kv = cdiv(max_model_len + num_spec_tokens + num_lookahead_tokens, kv_block_tokens)
+    per_request = states_per_request(num_spec_tokens, schedules_ahead)
+    min_states = states_for_one(num_spec_tokens, schedules_ahead)
+    steps_ahead = 2 if schedules_ahead else 1
+    min_kv = cdiv(max_model_len + steps_ahead * num_spec_tokens + num_lookahead_tokens, kv_block_tokens)
     needed = (min_states + 1) * state_bytes + (min_kv + 1) * kv_block_bytes
     if cache_memory < needed:
         raise ConfigError(
@@ -79,15 +87,17 @@ def describe(
     kv_block_tokens: int,
     mamba_block_tokens: int,
     num_spec_tokens: int,
+    schedules_ahead: bool,
     prefix_caching: bool,
 ) -> list[str]:
     """Lines for people: what the pools hold and who fits."""
     kv_bytes, mamba_bytes = plan.num_kv_blocks * kv_block_bytes, plan.num_mamba_blocks * state_bytes
+    per_request = states_per_request(num_spec_tokens, schedules_ahead)
     lines = [
         f"KV pool: {plan.num_kv_blocks - 1:,} blocks of {kv_block_tokens} tokens "
         f"({(plan.num_kv_blocks - 1) * kv_block_tokens:,} tokens), {mebibytes(kv_bytes)}",
         f"state pool: {plan.num_mamba_blocks - 1:,} states of {mebibytes(state_bytes)}, {mebibytes(mamba_bytes)}",
-        f"running requests: up to {plan.max_num_seqs}, each with at most {states_per_request(num_spec_tokens)} states",
+        f"running requests: up to {plan.max_num_seqs}, each with {per_request} states",
     ]
     if prefix_caching:
         lines.append(

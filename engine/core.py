@@ -1,5 +1,6 @@
 """The engine in one thread: requests in, steps, outputs out. Knows the model and the scheduler, nothing of HTTP."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,9 +13,11 @@ from mambalign.engine.detokenizer import Detokenizer
 from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
 from mambalign.engine.request import Request
 from mambalign.engine.scheduler import Scheduler, SchedulerLimits
+from mambalign.worker.batch import RunnerOutput, SchedulerOutput
 from mambalign.worker.mamba_columns import cdiv
 from mambalign.worker.models.registry import load_model
 from mambalign.worker.runner_v1 import ModelRunnerV1, RunnerLimits
+from mambalign.worker.runner_v2 import ModelRunnerV2, PendingStep
 from mambalign.worker.state_cache import StateCache, bytes_per_kv_block, bytes_per_state
 
 
@@ -51,6 +54,7 @@ class EngineCore:
         self._build_pools()
         self._live: dict[str, LiveRequest] = {}
         self._endings: list[EngineOutput] = []  # of requests that ended between steps
+        self._launched: deque[tuple[SchedulerOutput, RunnerOutput | PendingStep]] = deque()  # not booked yet
         self._precopies = self._precopies_biased = self._postcopies = 0
 
     def _build_pools(self) -> None:
@@ -66,6 +70,7 @@ class EngineCore:
             kv_block_tokens=cache.kv_block_size,
             mamba_block_tokens=block_tokens,
             num_spec_tokens=self.spec_tokens,
+            schedules_ahead=self._schedules_ahead,
         )
         plan = plan_pools(
             cache_memory=cache.cache_memory,
@@ -89,11 +94,14 @@ class EngineCore:
             num_spec_tokens=self.spec_tokens,
             device=self.config.model.device,
         )
-        self.runner = ModelRunnerV1(
-            self.model,
-            self.state_cache,
-            RunnerLimits(plan.max_num_seqs, self.max_model_len, self.spec_tokens, self.spec_method),
-        )
+        runner = ModelRunnerV2 if self._schedules_ahead else ModelRunnerV1
+        limits = RunnerLimits(plan.max_num_seqs, self.max_model_len, self.spec_tokens, self.spec_method)
+        self.runner = runner(self.model, self.state_cache, limits)
+
+    @property
+    def _schedules_ahead(self) -> bool:
+        """V2's steps are launched one ahead of the results."""
+        return self.config.runner.runner == "v2"
 
     def _mamba_block_tokens(self) -> int:
         """Mode none keeps no boundary: one block spans the longest text, so no step ever crosses one."""
@@ -115,6 +123,7 @@ class EngineCore:
             num_mamba_blocks=plan.num_mamba_blocks,
             enable_prefix_caching=cache.enable_prefix_caching,
             num_lookahead_tokens=lookahead,
+            schedules_ahead=self._schedules_ahead,
         )
 
     def _describe_options(self) -> list[str]:
@@ -157,15 +166,22 @@ class EngineCore:
             self._endings.append(self._output(live, [], None))
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work() or bool(self._endings)
+        return self.scheduler.has_work() or bool(self._endings) or bool(self._launched)
 
     def step(self) -> list[EngineOutput]:
-        """Run one step; the outputs of every row that gained tokens or ended."""
+        """Launch a step, if one can be planned, and book what is due; the outputs of rows that gained or ended."""
         outputs, self._endings = self._endings, []
-        if not self.scheduler.has_work():
-            return outputs
         scheduled = self.scheduler.schedule()
-        result = self.runner.execute_model(scheduled)
+        num_ahead = 0
+        if scheduled.rows:
+            self._launched.append((scheduled, self.runner.execute_model(scheduled)))
+            num_ahead = 1 if self._schedules_ahead else 0
+        while len(self._launched) > num_ahead:
+            outputs += self._book(*self._launched.popleft())
+        return outputs
+
+    def _book(self, scheduled: SchedulerOutput, launched: RunnerOutput | PendingStep) -> list[EngineOutput]:
+        result, outputs = launched.result(), []
         self._precopies += result.num_precopies
         self._precopies_biased += result.num_biased_precopies
         self._postcopies += result.num_postcopies

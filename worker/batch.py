@@ -75,3 +75,7 @@ class RunnerOutput:
     num_precopies: int = 0  # rows whose state moved before the forward pass
     num_biased_precopies: int = 0  # of those, with a token bias > 0
     num_postcopies: int = 0  # boundary states copied after sampling
+
+    def result(self) -> "RunnerOutput":
+        """What a launched step gives when asked for its result; this one is there already."""
+        return self

@@ -69,7 +69,7 @@ class ModelStep:
             conv_layout=self.cache.conv_layout,
         )
         return ForwardBatch(
-            input_ids=torch.tensor([t for row in rows for t in row.token_ids]),
+            input_ids=torch.tensor([max(t, 0) for row in rows for t in row.token_ids]),  # a draft may be missing
             positions=torch.cat([torch.arange(n, n + q) for n, q in zip(starts, lens, strict=True)]),
             attention=attention_batch([r.scheduled.kv_blocks for r in rows], starts, lens, self.cache, first_key=0),
             mamba=mamba,

@@ -1,0 +1,62 @@
+"""The V2 runner's requests: each keeps one slot, a fixed row of device memory, for as long as it runs.
+
+Everything that changes from step to step lives on the device, so that a step can be launched before the last one's
+results are known. Slots are int32 unless said otherwise; a slot's numbers are rewritten when a request enters it.
+"""
+
+import torch
+
+from mambalign.worker.batch import NewRow
+from mambalign.worker.input_batch import CachedRequest
+from mambalign.worker.mamba_columns import first_column
+from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext
+
+NO_TOKEN = -1  # a draft position without a draft: never equal to a token, so never accepted
+
+
+class SlotBatch:
+    """`max_num_reqs` slots. Running columns and accepted counts are the migration context's own tensors."""
+
+    def __init__(self, align_ctx: MambaSpecDecodeGPUContext, max_num_reqs: int, num_spec_tokens: int, max_len: int):
+        """`max_len`: longest text in tokens, for the token history; 0 keeps none."""
+        device = align_ctx.device
+        self.align_ctx = align_ctx
+        self.running_column = align_ctx.mamba_state_idx_buf.gpu
+        self.num_accepted = align_ctx.num_accepted
+        self.num_computed = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self.next_token = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
+        self.drafts = torch.full((max_num_reqs, num_spec_tokens), NO_TOKEN, dtype=torch.int64, device=device)
+        self.history = torch.full((max_num_reqs, max_len), NO_TOKEN, dtype=torch.int64, device=device)
+        self.requests: list[CachedRequest | None] = [None] * max_num_reqs
+        self.slot_of: dict[str, int] = {}
+        self._free = list(range(max_num_reqs - 1, -1, -1))
+
+    def add(self, new: NewRow) -> None:
+        """Give a request a slot; its state is the checkpoint that it resumes from, if any."""
+        assert new.request_id not in self.slot_of, f"{new.request_id} has a slot already"
+        slot = self._free.pop()
+        self.slot_of[new.request_id] = slot
+        self.requests[slot] = CachedRequest.from_new_row(new)
+        self.num_accepted[slot] = 1
+        self.num_computed[slot] = new.num_computed_tokens
+        self.running_column[slot] = first_column(new.num_computed_tokens, self.align_ctx.block_tokens)
+        self.drafts[slot] = NO_TOKEN
+        if self.history.shape[1]:
+            self.history[slot, : len(new.token_ids)] = self.to_device(new.token_ids, torch.int64)
+
+    def remove(self, request_id: str) -> None:
+        """Free a slot. Steps already launched still use it; what reuses it is launched after them."""
+        slot = self.slot_of.pop(request_id)
+        self.requests[slot] = None
+        self._free.append(slot)
+
+    def to_device(self, values: list, dtype: torch.dtype) -> torch.Tensor:
+        """Send host numbers without waiting: from pinned memory of their own, so nothing can be overwritten."""
+        on_gpu = self.num_computed.is_cuda
+        return torch.tensor(values, dtype=dtype, pin_memory=on_gpu).to(self.num_computed.device, non_blocking=True)
+
+    def set_block_tables(self, slots: torch.Tensor, tables: list[dict[int, int]]) -> None:
+        """Write the columns that each row holds into its slot's block table (group 0)."""
+        table = self.align_ctx.block_table_buf.gpu
+        rows = [[blocks.get(column, 0) for column in range(table.shape[2])] for blocks in tables]
+        table[slots, 0] = self.to_device(rows, torch.int32)
