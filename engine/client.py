@@ -7,6 +7,7 @@ HTTP. Every request that is taken in gets exactly one ending: an output with a f
 import asyncio
 import contextlib
 import itertools
+import os
 import random
 import shutil
 import sys
@@ -41,6 +42,9 @@ from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
 from mambalign.worker.sampling_params import SamplingParams
 
 STOP_SECONDS = 5.0  # how long the engine process may take to leave once told to
+# Threads that wait for one another sleep instead of spinning: on shared cores (a server's clients, a laptop's other
+# programs) spinning made steps up to 30 times slower. Read by OpenMP when torch is first imported.
+OPENMP_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE"}
 LAST_WORDS_SECONDS = 0.1  # how long after its end its last messages may take to be read
 
 
@@ -144,7 +148,9 @@ class EngineClient:
         self._socket.set_hwm(0)
         self._socket.bind(address)
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "mambalign.engine.core_process", stdin=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", "mambalign.engine.core_process"),
+            stdin=asyncio.subprocess.PIPE,
+            env=OPENMP_SETTINGS | os.environ,
         )
         hello = self._encoder.encode(Hello(address, self._core, self._config))
         self._process.stdin.write(b"%d\n%b" % (len(hello), hello))

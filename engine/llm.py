@@ -1,11 +1,12 @@
 """`LLM`: the engine in this process, for scripts and tests. Prompts in, finished texts out."""
 
 import atexit
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mambalign.engine.client import LocalClient, RequestFactory
+from mambalign.engine.client import OPENMP_SETTINGS, LocalClient, RequestFactory
 from mambalign.engine.config import EngineConfig
 from mambalign.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
 from mambalign.worker.sampling_params import SamplingParams
@@ -67,6 +68,8 @@ class LLM:
     def __init__(self, model: str | None = None, *, core: Any = None, **options: Any):
         config = EngineConfig.from_options(model=model, **options)
         if core is None:
+            for name, value in OPENMP_SETTINGS.items():
+                os.environ.setdefault(name, value)
             from mambalign.engine.core import EngineCore  # only here: it imports torch
 
             core = EngineCore(config)
