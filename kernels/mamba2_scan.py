@@ -31,7 +31,7 @@ class ScanBlock:
     live_rows: list[int]  # [longest row], how many rows have a token t
     read_row: torch.Tensor  # [.] rows that start from a state, int64
     read_block: torch.Tensor
-    writes: dict[int, list[tuple[int, int]]]  # token index in its row -> (row, block) to leave the state in
+    writes: dict[int, tuple[list[int], list[int]]]  # after token t: rows, and the blocks to leave their states in
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def plan_mamba2_scan(batch, device: torch.device | str = "cpu") -> ScanPlan:
         live_rows = [sum(batch.query_lens[row] > t for row in rows) for t in range(batch.query_lens[rows[0]])]
         order += [starts[row] + t for t, live in enumerate(live_rows) for row in rows[:live]]
         read_row, read_block = torch.tensor(reads, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
-        blocks.append(ScanBlock(live_rows, read_row, read_block, writes))
+        by_token = {t: ([i for i, _ in pairs], [block_id for _, block_id in pairs]) for t, pairs in writes.items()}
+        blocks.append(ScanBlock(live_rows, read_row, read_block, by_token))
     if order == list(range(num_tokens)):
         return ScanPlan(blocks, None, None)
     order = torch.tensor(order, device=device)
@@ -150,8 +151,8 @@ def _scan_block(block: ScanBlock, dtx, B, decay, C, y, temporal_state: torch.Ten
         if temporal_state.dtype != torch.float32:
             state.copy_(state.to(temporal_state.dtype))
         torch.bmm(C_t, columns, out=y_t)
-        for row, block_id in block.writes.get(t, ()):
-            temporal_state[block_id].copy_(states[row])
+        if t in block.writes:
+            _keep(states, *block.writes[t], temporal_state)
 
 
 def _initial_states(block: ScanBlock, temporal_state: torch.Tensor) -> torch.Tensor:
@@ -161,3 +162,11 @@ def _initial_states(block: ScanBlock, temporal_state: torch.Tensor) -> torch.Ten
         return given
     states = given.new_zeros(block.live_rows[0], *temporal_state.shape[1:])
     return states.index_copy_(0, block.read_row, given)
+
+
+def _keep(states: torch.Tensor, rows: list[int], block_ids: list[int], temporal_state: torch.Tensor) -> None:
+    if len(rows) == 1:
+        temporal_state[block_ids[0]].copy_(states[rows[0]])
+        return
+    kept = states[: len(rows)] if rows == list(range(len(rows))) else states[rows]
+    temporal_state.index_copy_(0, torch.tensor(block_ids, device=kept.device), kept.to(temporal_state.dtype))

@@ -40,11 +40,22 @@ class ForwardContext:
 
 
 class Linear:
-    """y = x @ weight (+ bias), batch-invariant."""
+    """y = x @ weight (+ bias), batch-invariant. Given several names, layers with one input run as one, side by side."""
 
-    def __init__(self, weights: Weights, name: str, in_features: int, out_features: int, bias: bool = False):
-        self.weight = weights.take_linear(f"{name}.weight", out_features, in_features)
-        self.bias = weights.take(f"{name}.bias", (out_features,)) if bias else None
+    def __init__(
+        self,
+        weights: Weights,
+        names: str | list[str],
+        in_features: int,
+        out_features: int | list[int],
+        bias: bool = False,
+    ):
+        if isinstance(names, str):
+            names, out_features = [names], [out_features]
+        parts = list(zip(names, out_features, strict=True))
+        columns = [weights.take(f"{name}.weight", (width, in_features)) for name, width in parts]
+        self.weight = torch.cat(columns).t().contiguous()  # K-major
+        self.bias = torch.cat([weights.take(f"{name}.bias", (width,)) for name, width in parts]) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
@@ -118,21 +129,18 @@ class Attention:
         self.num_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         hidden, q_width, kv_width = config.hidden_size, self.num_heads * self.head_dim, self.kv_heads * self.head_dim
-        self.q_proj = Linear(weights, f"{name}.q_proj", hidden, q_width)
-        self.k_proj = Linear(weights, f"{name}.k_proj", hidden, kv_width)
-        self.v_proj = Linear(weights, f"{name}.v_proj", hidden, kv_width)
+        self.widths = [q_width, kv_width, kv_width]
+        self.qkv_proj = Linear(weights, [f"{name}.{part}_proj" for part in "qkv"], hidden, self.widths)
         self.o_proj = Linear(weights, f"{name}.o_proj", q_width, hidden)
 
     def linears(self) -> list[Linear]:
-        return [self.q_proj, self.k_proj, self.v_proj, self.o_proj]
+        return [self.qkv_proj, self.o_proj]
 
     def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         num_tokens = x.shape[0]
         keys, values = context.cache.keys[self.kv_index], context.cache.values[self.kv_index]
-        key = self.k_proj(x).view(num_tokens, self.kv_heads, self.head_dim)
-        value = self.v_proj(x).view(num_tokens, self.kv_heads, self.head_dim)
+        query, key, value = (t.unflatten(1, (-1, self.head_dim)) for t in self.qkv_proj(x).split(self.widths, dim=1))
         write_kv(keys, values, key, value, context.slot_mapping)
-        query = self.q_proj(x).view(num_tokens, self.num_heads, self.head_dim)
         y = paged_attention(query, keys, values, context.attention, self.head_dim**-0.5)
         return self.o_proj(y.view(num_tokens, -1))
 

@@ -191,9 +191,7 @@ class NemotronH:
         names = [f"attention.{i}" for i in range(kinds.count(ATTENTION))]
         return [AttentionSpec(n, self.config.num_key_value_heads, self.config.head_dim, self.dtype) for n in names]
 
-    def state_specs(
-        self, temporal_dtype: torch.dtype = torch.float32, with_drafter: bool = True
-    ) -> list[StateSpec]:
+    def state_specs(self, temporal_dtype: torch.dtype = torch.float32, with_drafter: bool = True) -> list[StateSpec]:
         """Conv and temporal state of each Mamba layer, and the carry when there is an MTP head."""
         config, specs = self.config, []
         temporal_shape = (config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)
