@@ -101,9 +101,7 @@ class SpecConfig:
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    runner: str = option(
-        "v1", "model runner", choices=("v1", "v2")
-    )
+    runner: str = option("v1", "model runner", choices=("v1", "v2"))
     check_fused_copy: bool = option(False, "compare every copy of a state with the scalar path and fail loudly")
 
 
