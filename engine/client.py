@@ -121,11 +121,13 @@ class EngineClient:
         *,
         progress: Callable[[str], None] | None = None,
         core: str = DEFAULT_CORE,
+        log_level: str = "info",
     ):
         self.ready: Ready | None = None  # what the engine said when it could serve; filled by `start`
         self.factory = RequestFactory(config.model.seed)
         self._config = config
         self._core = core
+        self._log_level = log_level
         self._progress = progress
         self.error: EngineDeadError | ConfigError | None = None  # why nothing can run any more
         self._dead = asyncio.Event()
@@ -152,7 +154,7 @@ class EngineClient:
             stdin=asyncio.subprocess.PIPE,
             env=OPENMP_SETTINGS | os.environ,
         )
-        hello = self._encoder.encode(Hello(address, self._core, self._config))
+        hello = self._encoder.encode(Hello(address, self._core, self._config, self._log_level))
         self._process.stdin.write(b"%d\n%b" % (len(hello), hello))
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
         try:

@@ -6,6 +6,7 @@ API side is gone (exit 1 at once). Ctrl-C and SIGTERM are the API side's busines
 """
 
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from mambalign.engine.config import ConfigError, EngineConfig
 from mambalign.engine.messages import EngineOutput, EngineRequest
 
 DEFAULT_CORE = "mambalign.engine.core:EngineCore"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 CALLS = ("stats", "reset_prefix_cache", "check", "free_blocks")
 
 
@@ -30,6 +32,7 @@ class Hello(msgspec.Struct, frozen=True):
     address: str  # the socket to connect to
     core: str  # "module:callable" that makes the core
     config: EngineConfig
+    log_level: str  # "info"
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -185,6 +188,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     size = int(sys.stdin.buffer.readline())
     hello = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=Hello)
+    logging.basicConfig(level=hello.log_level.upper(), format=LOG_FORMAT)
     threading.Thread(target=exit_with_parent, daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)

@@ -4,6 +4,7 @@ Every name is there from the start, at 0.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
@@ -38,7 +39,17 @@ HELP = {
     "precopies_total": "Rows whose state moved before a forward pass",
     "precopies_biased_total": "Of those, with a token bias above 0",
     "postcopies_total": "Boundary states copied after sampling",
+    "fused_copy_checks": "Rows and steps compared with the scalar copy path",
+    "fused_copy_copies": "Of those, rows whose state moved",
+    "fused_copy_mismatches_total": "Of those, rows that differed",
 }
+
+
+def labelled(name: str, text: str, label: str, counts: dict[Any, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for key, count in counts.items():
+        family.add_metric([str(key)], count)
+    return family
 
 
 class StatsCollector(Collector):
@@ -52,11 +63,11 @@ class StatsCollector(Collector):
         for field, value in msgspec.structs.asdict(self.stats).items():
             name, text = PREFIX + NAMES.get(field, field), HELP.get(field, field)
             if isinstance(value, list):
-                family = CounterMetricFamily(name, text, labels=["position"])
-                values = value or [0] * self.num_positions
-                for position, count in enumerate(values):
-                    family.add_metric([str(position)], count)
-                yield family
+                positions = range(self.num_positions)
+                yield labelled(name, text, "position", dict.fromkeys(positions, 0) | dict(enumerate(value)))
+            elif isinstance(value, dict):
+                biases = [str(bias) for bias in range(self.num_positions + 1)]
+                yield labelled(name, text, "token_bias", dict.fromkeys(biases, 0) | value)
             elif name.endswith("_total"):
                 yield CounterMetricFamily(name, text, value=value)
             else:

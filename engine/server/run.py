@@ -14,7 +14,7 @@ from aiohttp.abc import AbstractAccessLogger
 from mambalign.engine.checkpoint import load_tokenizer
 from mambalign.engine.client import EngineClient, EngineError
 from mambalign.engine.config import CheckpointFacts, ConfigError, EngineConfig, ServerConfig
-from mambalign.engine.core_process import DEFAULT_CORE, Ready
+from mambalign.engine.core_process import DEFAULT_CORE, LOG_FORMAT, Ready
 from mambalign.engine.server.app import OPEN_PATHS, make_app
 from mambalign.engine.server.state import ServerState
 from mambalign.engine.server.token_text import TokenText
@@ -24,7 +24,7 @@ LAST_ANSWERS_SECONDS = 1.0  # a dead engine's server lives on so long, to say so
 
 def run_server(config: EngineConfig, server: ServerConfig, facts: CheckpointFacts, *, core: str = DEFAULT_CORE) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0 after a drained stop, 1 for a failure, 2 for a refused option."""
-    logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=server.log_level.upper(), format=LOG_FORMAT)
     return asyncio.run(Server(config, server, facts, core).run())
 
 
@@ -51,7 +51,9 @@ class Server:
     def __init__(self, config: EngineConfig, server: ServerConfig, facts: CheckpointFacts, core: str):
         self.options = server
         self.facts = facts
-        self.client = EngineClient(config, progress=lambda text: say(f"  {text}"), core=core)
+        self.client = EngineClient(
+            config, progress=lambda text: say(f"  {text}"), core=core, log_level=server.log_level
+        )
         name = server.served_model_name or facts.name
         self.state = ServerState(self.client, name, server.api_key)
         self.stop_signal = asyncio.Event()
