@@ -31,7 +31,7 @@ class ForwardContext:
 
     @classmethod
     def build(cls, cache: StateCache, attention: AttentionBatch, mamba: MambaBatch | None = None) -> "ForwardContext":
-        groups = plan_attention(attention, cache.kv_block_tokens, cache.keys[0].shape[2])
+        groups = plan_attention(attention, cache.kv_block_tokens, cache.keys[0].shape[2]) if cache.keys else []
         if mamba is None:
             return cls(cache, attention.slot_mapping, groups)
         device = attention.slot_mapping.device

@@ -1,0 +1,110 @@
+"""The reference engine: what every other path must equal, bit for bit. Read this first.
+
+A hybrid model remembers a text in two ways. Attention layers keep a key and a value of every token, in blocks that a
+table lists in order. Mamba layers fold the text into a state of fixed size; a state lives in one block, and is
+overwritten as the text goes on. So to generate is: run the prompt once from empty memory (the prefill), sample a
+token from the last position's logits, run that token against the memory (a decode step), and so on.
+
+Here one request runs at a time, in memory of its own: no batch, no prefix cache, no drafts, and one state block that
+spans the whole text, so that no state ever moves. The engine that serves adds all of those, around the same model,
+kernels and sampler; none may change a bit of what comes out.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mambalign.worker.forward_batch import AttentionBatch, ForwardBatch, MambaBatch
+from mambalign.worker.models.registry import load_model
+from mambalign.worker.sampler import Sampler, SampleRow
+from mambalign.worker.sampling_params import SamplingParams, TokenLogprobs
+from mambalign.worker.state_cache import StateCache
+
+KV_BLOCK_TOKENS = 16
+STATE_BLOCK = 1  # block 0 of either pool means "no block"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a request gets: its tokens, their log-probabilities where asked for, and why they end."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    finish_reason: str  # "stop": an end-of-text or stop token, which is the last of token_ids; else "length"
+
+
+class ReferenceEngine:
+    """Generates for one request at a time. `model` is a `mambalign.worker.models` model."""
+
+    def __init__(self, model):
+        self.model = model
+        self.sampler = Sampler(model.eos_token_ids)
+
+    @classmethod
+    def load(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> "ReferenceEngine":
+        return cls(load_model(path, dtype, show_progress=False))
+
+    @torch.inference_mode()
+    def generate(self, prompt_token_ids: list[int], params: SamplingParams, choice: int = 0) -> Generation:
+        """Continue a prompt of at least one token. Stop strings are not looked at: no text is made here.
+
+        params: a row that samples needs a seed. choice: which of the request's `n` answers to give.
+        """
+        max_tokens = min(params.max_tokens, self.model.max_model_len - len(prompt_token_ids))
+        cache = self._empty_memory(len(prompt_token_ids) + max_tokens)
+        output_token_ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        num_computed, new_token_ids = 0, list(prompt_token_ids)
+        while len(output_token_ids) < max_tokens:
+            hidden = self.model.forward(self._one_row(new_token_ids, num_computed, cache), cache)
+            num_computed += len(new_token_ids)
+            row = SampleRow(params, prompt_token_ids, output_token_ids, position=num_computed, choice=choice)
+            sampled = self.sampler(self.model.compute_logits(hidden[-1:]), [row])
+            output_token_ids.append(sampled.token_ids[0])
+            logprobs.append(sampled.logprobs[0])
+            if self._is_end(output_token_ids, params):
+                return Generation(output_token_ids, logprobs, "stop")
+            new_token_ids = output_token_ids[-1:]
+        return Generation(output_token_ids, logprobs, "length")
+
+    def _is_end(self, output_token_ids: list[int], params: SamplingParams) -> bool:
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.model.eos_token_ids))
+        return len(output_token_ids) >= params.min_tokens and output_token_ids[-1] in ends
+
+    def _empty_memory(self, num_tokens: int) -> StateCache:
+        """KV blocks for `num_tokens` tokens, and one state block (that spans them all)."""
+        num_kv_blocks = -(-num_tokens // KV_BLOCK_TOKENS)
+        return StateCache.allocate(
+            self.model.attention_specs(with_drafter=False),
+            self.model.state_specs(with_drafter=False),
+            num_kv_blocks=1 + num_kv_blocks,
+            num_mamba_blocks=1 + STATE_BLOCK,
+            kv_block_tokens=KV_BLOCK_TOKENS,
+            mamba_block_tokens=num_kv_blocks * KV_BLOCK_TOKENS,
+            conv_layout="SD",
+            conv_width=self.model.conv_width,
+            num_spec_tokens=0,
+        )
+
+    def _one_row(self, token_ids: list[int], num_computed: int, cache: StateCache) -> ForwardBatch:
+        """`token_ids` at the positions after `num_computed`: the prompt, or one token against what is remembered."""
+        positions = torch.arange(num_computed, num_computed + len(token_ids))
+        num_kv_blocks = cache.keys[0].shape[0] if cache.keys else 1
+        attention = AttentionBatch(
+            query_lens=[len(token_ids)],
+            context_lens=[num_computed],
+            block_table=torch.arange(1, num_kv_blocks, dtype=torch.int32)[None],
+            slot_mapping=KV_BLOCK_TOKENS + positions,  # blocks 1, 2, 3, ... in order
+        )
+        mamba = MambaBatch(
+            query_lens=[len(token_ids)],
+            is_decode=[num_computed > 0],
+            has_state=[num_computed > 0],
+            running_column=[0],
+            num_accepted=[1],
+            block_table=[{0: STATE_BLOCK}],
+            boundaries=[],
+            conv_layout=cache.conv_layout,
+        )
+        return ForwardBatch(torch.tensor(token_ids), positions, attention, mamba)
