@@ -1,5 +1,6 @@
 """The engine in one thread: requests in, steps, outputs out. Knows the model and the scheduler, nothing of HTTP."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from mambalign.worker.models.registry import load_model
 from mambalign.worker.runner_v1 import ModelRunnerV1, RunnerLimits
 from mambalign.worker.runner_v2 import ModelRunnerV2, PendingStep
 from mambalign.worker.state_cache import StateCache, bytes_per_kv_block, bytes_per_state
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -55,7 +58,6 @@ class EngineCore:
         self._live: dict[str, LiveRequest] = {}
         self._endings: list[EngineOutput] = []  # of requests that ended between steps
         self._launched: deque[tuple[SchedulerOutput, RunnerOutput | PendingStep]] = deque()  # not booked yet
-        self._precopies = self._precopies_biased = self._postcopies = 0
 
     def _build_pools(self) -> None:
         cache, scheduler = self.config.cache, self.config.scheduler
@@ -95,7 +97,8 @@ class EngineCore:
             device=self.config.model.device,
         )
         runner = ModelRunnerV2 if self._schedules_ahead else ModelRunnerV1
-        limits = RunnerLimits(plan.max_num_seqs, self.max_model_len, self.spec_tokens, self.spec_method)
+        rate = self.config.runner.check_fused_copy_rate if self.config.runner.check_fused_copy else 0.0
+        limits = RunnerLimits(plan.max_num_seqs, self.max_model_len, self.spec_tokens, self.spec_method, rate)
         self.runner = runner(self.model, self.state_cache, limits)
 
     @property
@@ -182,9 +185,9 @@ class EngineCore:
 
     def _book(self, scheduled: SchedulerOutput, launched: RunnerOutput | PendingStep) -> list[EngineOutput]:
         result, outputs = launched.result(), []
-        self._precopies += result.num_precopies
-        self._precopies_biased += result.num_biased_precopies
-        self._postcopies += result.num_postcopies
+        for mismatch in result.mismatches:
+            logger.error("fused copy check failed for request %s: %s", mismatch.request_id, mismatch.text)
+            outputs += self._fail(mismatch.request_id, "its state was not copied right: see the server's log")
         for request, tokens, row in self.scheduler.update(scheduled, result):
             live = self._live[request.request_id]
             if request.finish_reason is not None:
@@ -193,7 +196,16 @@ class EngineCore:
                 outputs.append(self._output(live, tokens, row.logprobs))
         return outputs
 
-    def _output(self, live: LiveRequest, tokens: list[int], logprobs: list | None) -> EngineOutput:
+    def _fail(self, request_id: str, error: str) -> list[EngineOutput]:
+        """End a request with an error now."""
+        request = self.scheduler.finish(request_id, "error")
+        if request is None:
+            return []
+        return [self._output(self._live.pop(request_id), [], None, error)]
+
+    def _output(
+        self, live: LiveRequest, tokens: list[int], logprobs: list | None, error: str | None = None
+    ) -> EngineOutput:
         request, text = live.request, live.new_text
         live.new_text = ""
         return EngineOutput(
@@ -203,6 +215,7 @@ class EngineCore:
             new_logprobs=logprobs[: len(tokens)] if logprobs is not None else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
+            error=error,
             num_cached_tokens=request.num_cached_tokens or 0,
             num_draft_tokens=request.num_draft_tokens,
             num_accepted_tokens=request.num_accepted_tokens,
@@ -231,6 +244,7 @@ class EngineCore:
         """Totals since start and gauges of now."""
         scheduler, c = self.scheduler, self.scheduler.counters
         kv, mamba = scheduler.kv_pool, scheduler.mamba_pool
+        copies, checker = self.runner.copy_totals(), self.runner.checker
         return EngineStats(
             num_requests_running=len(scheduler.running),
             num_requests_waiting=len(scheduler.waiting),
@@ -245,9 +259,12 @@ class EngineCore:
             spec_decode_num_draft_tokens_total=c.draft_tokens,
             spec_decode_num_accepted_tokens_total=c.accepted_tokens,
             spec_decode_accepted_per_position=list(c.accepted_per_position),
-            precopies_total=self._precopies,
-            precopies_biased_total=self._precopies_biased,
-            postcopies_total=self._postcopies,
+            precopies_total=copies.precopies,
+            precopies_biased_total=copies.precopies_biased,
+            postcopies_total=copies.postcopies,
+            fused_copy_checks={str(bias): count for bias, count in checker.checks.items()} if checker else {},
+            fused_copy_copies={str(bias): count for bias, count in checker.copies.items()} if checker else {},
+            fused_copy_mismatches_total=checker.num_mismatches if checker else 0,
         )
 
     def reset_prefix_cache(self) -> bool:

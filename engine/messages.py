@@ -53,3 +53,6 @@ class EngineStats(msgspec.Struct, frozen=True):
     precopies_total: int = 0  # rows whose state moved before a forward pass
     precopies_biased_total: int = 0  # of those, with a token bias > 0
     postcopies_total: int = 0  # boundary states copied after sampling
+    fused_copy_checks: dict[str, int] = {}  # token bias before the copy -> rows and steps checked
+    fused_copy_copies: dict[str, int] = {}  # of those, rows that moved bytes
+    fused_copy_mismatches_total: int = 0

@@ -1,6 +1,7 @@
 """What the scheduler asks of a model runner for one step, and what the runner answers. Torch-free."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mambalign.worker.mamba_columns import PrecopyInfo
 from mambalign.worker.sampling_params import SamplingParams
@@ -67,14 +68,24 @@ class RowResult:
     num_draft_tokens: int  # drafts that this step verified
 
 
+class CopyTotals(NamedTuple):
+    """State copies of a runner since start, in rows."""
+
+    precopies: int = 0  # moved before a forward pass
+    precopies_biased: int = 0  # of those, with a token bias > 0
+    postcopies: int = 0  # kept a boundary state after sampling
+
+    def plus(self, precopies: int, precopies_biased: int, postcopies: int) -> "CopyTotals":
+        new = (precopies, precopies_biased, postcopies)
+        return CopyTotals(*(a + b for a, b in zip(self, new, strict=True)))
+
+
 @dataclass
 class RunnerOutput:
     """Results in the order of `SchedulerOutput.rows`."""
 
     results: list[RowResult]
-    num_precopies: int = 0  # rows whose state moved before the forward pass
-    num_biased_precopies: int = 0  # of those, with a token bias > 0
-    num_postcopies: int = 0  # boundary states copied after sampling
+    mismatches: tuple = ()  # fused_copy_check.Mismatch of this step, when it was checked
 
     def result(self) -> "RunnerOutput":
         """What a launched step gives when asked for its result; this one is there already."""

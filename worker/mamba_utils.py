@@ -5,7 +5,7 @@ Decisions come from `mamba_columns`. Copies go through one fused launch over eve
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +14,15 @@ from mambalign.kernels.batch_memcpy import batch_memcpy
 from mambalign.kernels.mamba_state_copy import CONV, MambaState, StateMeta, describe_states
 from mambalign.kernels.postprocess_mamba import postprocess_mamba_fused
 from mambalign.kernels.precopy_mamba_align import precopy_mamba_align_fused
-from mambalign.worker.batch import SchedulerOutput
+from mambalign.kernels.preprocess_mamba_align import preprocess_mamba_align_fused
+from mambalign.worker.batch import ScheduledRow, SchedulerOutput
 from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import PrecopyInfo, postcopy, precopy
 from mambalign.worker.state_cache import NULL_BLOCK, StateCache
+
+if TYPE_CHECKING:
+    from mambalign.worker.fused_copy_check import FusedCopyChecker, Mismatch
+    from mambalign.worker.slot_batch import SlotBatch
 
 COPY_BLOCK_SIZE = 16384  # bytes that a program holds in registers at a time
 INTERPRETED_COPY_BLOCK_SIZE = 1 << 18  # the interpreter pays by the tile, whatever its size
@@ -28,6 +33,7 @@ class CopyCounts(NamedTuple):
 
     num_rows: int = 0
     num_biased_rows: int = 0
+    mismatches: "tuple[Mismatch, ...]" = ()  # rows for which a checker found the copy wrong
 
 
 class CpuGpuBuffer:
@@ -166,6 +172,13 @@ class MambaSpecDecodeGPUContext:
         )
 
 
+    def read_decisions(self, slots: torch.Tensor) -> list[PrecopyInfo]:
+        """The last pre-copy's decisions of these slots (V1: batch rows), read back from the device."""
+        buffers = (self.precopy_src_col_buf, self.mamba_state_idx_buf, self.precopy_token_bias_buf)
+        columns = (buffer.gpu[slots].tolist() for buffer in buffers)
+        return [PrecopyInfo(*decision) for decision in zip(*columns, strict=True)]
+
+
 def mamba_states(cache: StateCache) -> list[MambaState]:
     """Every recurrent state of a cache: conv, temporal, carry."""
     states = [MambaState(tensor, "conv") for tensor in cache.conv]
@@ -183,6 +196,10 @@ class _FusedPrecopy:
     def run(self) -> None:
         self.align_ctx.stage(self.num_reqs)
         self.align_ctx.run_fused_precopy(self.num_reqs)
+
+    def decisions(self) -> list[PrecopyInfo]:
+        """The decisions that the launch ran with, read back from the device."""
+        return self.align_ctx.read_decisions(torch.arange(self.num_reqs))
 
 
 def _resolve_fused_precopy(
@@ -211,44 +228,121 @@ def _resolve_fused_precopy(
 
 def preprocess_mamba(
     scheduler_output: SchedulerOutput,
-    input_batch: InputBatch,
+    input_batch: "InputBatch | SlotBatch",
     cache: StateCache,
     *,
     align_ctx: MambaSpecDecodeGPUContext | None = None,
+    idx_mapping: torch.Tensor | None = None,
+    checker: "FusedCopyChecker | None" = None,
     checked: bool = False,
 ) -> CopyCounts:
     """Bring every scheduled row's live state into the running column of this step.
 
-    Writes the rows' block tables, running columns and `num_accepted`, and `scheduler_output.mamba_precopy_info`.
-    `checked` asserts the laws of DESIGN section 2 that a wrong schedule would break.
+    V1 (an InputBatch) decides here: it writes the rows' block tables, running columns and `num_accepted`, and
+    `scheduler_output.mamba_precopy_info`. V2 (a SlotBatch and `idx_mapping`, int32, row -> slot) decides on the
+    device, in slot order, and reads nothing back unless a checker asks. `checked` asserts the laws of DESIGN section 2
+    that a wrong schedule would break.
     """
-    batch_rows, infos = [], []
-    for scheduled in scheduler_output.rows:
-        row = input_batch.set_blocks(scheduled)
-        column, accepted = int(input_batch.mamba_state_idx[row]), int(input_batch.num_accepted[row])
-        assert scheduled.is_decode or accepted == 1, f"{scheduled.request_id} prefills with num_accepted {accepted}"
-        infos.append(
-            precopy(
-                column, scheduled.num_computed_tokens, scheduled.num_tokens, accepted, cache.mamba_block_tokens
-            )
-        )
-        batch_rows.append(row)
+    checker = checker if checker is not None and checker.wants_step() else None
+    if idx_mapping is not None:
+        return _preprocess_slots(scheduler_output, input_batch, align_ctx, idx_mapping, checker)
+    batch_rows = [input_batch.set_blocks(scheduled) for scheduled in scheduler_output.rows]
+    befores = [_row_before(input_batch, row, s) for row, s in zip(batch_rows, scheduler_output.rows, strict=True)]
+    expected = checker.expect(befores) if checker else None
+    infos = [
+        precopy(b.running_column, b.num_computed_tokens, b.num_tokens, b.num_accepted, cache.mamba_block_tokens)
+        for b in befores
+    ]
     scheduler_output.mamba_precopy_info = infos
     moves = [(row, info) for row, info in zip(batch_rows, infos, strict=True) if info.source_column >= 0]
     if checked:
         _check_moves(input_batch, moves, cache)
-    if moves:
-        fused = _resolve_fused_precopy(align_ctx, scheduler_output)
-        if fused is not None:
-            align_ctx.block_table_buf.np[: len(infos), 0] = input_batch.mamba_block_table[batch_rows]
-            fused.run()
-        else:
-            _copy_scalar(input_batch, moves, cache)
+    fused = _resolve_fused_precopy(align_ctx, scheduler_output) if moves else None
+    if fused is not None:
+        align_ctx.block_table_buf.np[: len(infos), 0] = input_batch.mamba_block_table[batch_rows]
+        fused.run()
+    elif moves:
+        _copy_scalar(input_batch, moves, cache)
     for row, info in zip(batch_rows, infos, strict=True):
         input_batch.mamba_state_idx[row] = info.dest_column
         if info.source_column >= 0:
             input_batch.num_accepted[row] = 1
-    return CopyCounts(len(moves), sum(info.token_bias > 0 for _, info in moves))
+    mismatches = ()
+    if checker:
+        mismatches = checker.check(expected, infos if fused is None else fused.decisions())
+    return CopyCounts(len(moves), sum(info.token_bias > 0 for _, info in moves), tuple(mismatches))
+
+
+class RowBefore(NamedTuple):
+    """One row's own numbers, before a step's decisions."""
+
+    request_id: str
+    running_column: int
+    num_computed_tokens: int  # n
+    num_tokens: int  # q
+    num_accepted: int
+    table_row: np.ndarray  # int32 [columns], block ids
+
+
+def _row_before(input_batch: InputBatch, row: int, scheduled: ScheduledRow) -> RowBefore:
+    accepted = int(input_batch.num_accepted[row])
+    assert scheduled.is_decode or accepted == 1, f"{scheduled.request_id} prefills with num_accepted {accepted}"
+    return RowBefore(
+        scheduled.request_id,
+        int(input_batch.mamba_state_idx[row]),
+        scheduled.num_computed_tokens,
+        scheduled.num_tokens,
+        accepted,
+        input_batch.mamba_block_table[row],
+    )
+
+
+def _preprocess_slots(
+    scheduler_output: SchedulerOutput,
+    batch: "SlotBatch",
+    ctx: MambaSpecDecodeGPUContext,
+    idx_mapping: torch.Tensor,
+    checker: "FusedCopyChecker | None",
+) -> CopyCounts:
+    """V2: two launches, the decisions and the copies they ask for; nothing is read back without a checker."""
+    rows = scheduler_output.rows
+    expected = checker.expect(_slots_before(scheduler_output, batch, ctx, idx_mapping)) if checker else None
+    num_scheduled = batch.to_device([row.num_tokens for row in rows], torch.int32)
+    preprocess_mamba_align_fused(
+        idx_mapping,
+        num_scheduled,
+        batch.num_computed,
+        batch.running_column,
+        batch.num_accepted,
+        ctx.precopy_src_col_buf.gpu,
+        ctx.precopy_token_bias_buf.gpu,
+        ctx.work_list_buf.gpu,
+        ctx.work_count_buf.gpu,
+        len(rows),
+        ctx.block_tokens,
+    )
+    ctx.run_fused_precopy(len(rows), idx_mapping=idx_mapping)
+    slots = idx_mapping.long()
+    moved = ctx.precopy_src_col_buf.gpu[slots] >= 0
+    batch.num_precopies += moved.sum()
+    batch.num_biased_precopies += (moved & (ctx.precopy_token_bias_buf.gpu[slots] > 0)).sum()
+    if checker is None:
+        return CopyCounts()
+    fused = ctx.read_decisions(slots)
+    return CopyCounts(mismatches=tuple(checker.check(expected, fused)))
+
+
+def _slots_before(
+    scheduler_output: SchedulerOutput, batch: "SlotBatch", ctx: MambaSpecDecodeGPUContext, idx_mapping: torch.Tensor
+) -> list[RowBefore]:
+    slots = idx_mapping.long()
+    device = (batch.running_column, batch.num_computed, batch.num_accepted)
+    columns, computed, accepted = (tensor[slots].tolist() for tensor in device)
+    tables = ctx.block_table_buf.gpu[slots, 0].cpu().numpy()
+    return [
+        RowBefore(row.request_id, columns[i], computed[i], row.num_tokens, accepted[i], tables[i])
+        for i, row in enumerate(scheduler_output.rows)
+    ]
 
 
 def postprocess_mamba(

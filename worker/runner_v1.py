@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mambalign.worker.batch import RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
+from mambalign.worker.batch import CopyTotals, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
+from mambalign.worker.fused_copy_check import FusedCopyChecker
 from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import table_width
 from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext, postprocess_mamba, preprocess_mamba
@@ -24,6 +25,7 @@ class RunnerLimits:
     max_model_len: int
     num_spec_tokens: int
     spec_method: str | None  # "mtp" or "ngram"; None without drafts
+    check_fused_copy_rate: float = 0.0  # share of steps whose pre-copy is checked against the scalar path
 
 
 class ModelRunnerV1:
@@ -37,13 +39,17 @@ class ModelRunnerV1:
         self.align_ctx = MambaSpecDecodeGPUContext(cache, limits.max_num_seqs, width)
         mtp = MtpProposer(model, cache, limits.num_spec_tokens) if limits.spec_method == "mtp" else None
         self.step = ModelStep(model, cache, mtp)
+        self.checker = FusedCopyChecker(cache, limits.check_fused_copy_rate) if limits.check_fused_copy_rate else None
+        self._totals = CopyTotals()
         self.ngrams: dict[str, NgramIndex] | None = {} if limits.spec_method == "ngram" else None
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> RunnerOutput:
         """Run one step. Puts `scheduled.rows` into batch order; results come in that order."""
         self._take_over(scheduled)
-        moved = preprocess_mamba(scheduled, self.batch, self.cache, align_ctx=self.align_ctx)
+        moved = preprocess_mamba(
+            scheduled, self.batch, self.cache, align_ctx=self.align_ctx, checker=self.checker
+        )
         rows = [self._step_row(row) for row in scheduled.rows]
         hidden = self.step.forward(rows)
         tokens, logprobs = self.step.sample(rows, hidden)
@@ -55,7 +61,12 @@ class ModelRunnerV1:
         num_drafts = [row.num_tokens - 1 if row.is_decode else 0 for row in rows]
         answers = zip(scheduled.rows, tokens, logprobs, drafts, num_drafts, strict=True)
         results = [RowResult(row.request_id, *answer) for row, *answer in answers]
-        return RunnerOutput(results, moved.num_rows, moved.num_biased_rows, num_postcopies)
+        self._totals = self._totals.plus(moved.num_rows, moved.num_biased_rows, num_postcopies)
+        return RunnerOutput(results, moved.mismatches)
+
+    def copy_totals(self) -> CopyTotals:
+        """State copies since start."""
+        return self._totals
 
     def _take_over(self, scheduled: SchedulerOutput) -> None:
         for request_id in scheduled.removed:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from mambalign.kernels.preprocess_mamba_align import preprocess_mamba_align_fused
-from mambalign.worker.batch import RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
+from mambalign.worker.batch import CopyTotals, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
+from mambalign.worker.fused_copy_check import FusedCopyChecker
 from mambalign.worker.mamba_columns import table_width
-from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext
+from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext, preprocess_mamba
 from mambalign.worker.model_step import ModelStep, StepRow
 from mambalign.worker.mtp import MtpProposer
 from mambalign.worker.ngram import propose_ngrams
@@ -44,6 +44,7 @@ class ModelRunnerV2:
         self.batch = SlotBatch(self.align_ctx, limits.max_num_seqs, limits.num_spec_tokens, history_len)
         mtp = MtpProposer(model, cache, limits.num_spec_tokens) if limits.spec_method == "mtp" else None
         self.step = ModelStep(model, cache, mtp)
+        self.checker = FusedCopyChecker(cache, limits.check_fused_copy_rate) if limits.check_fused_copy_rate else None
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> PendingStep:
@@ -56,37 +57,23 @@ class ModelRunnerV2:
         idx_mapping = batch.to_device([batch.slot_of[row.request_id] for row in rows], torch.int32)
         slots = idx_mapping.long()
         batch.set_block_tables(slots, [row.mamba_blocks for row in rows])
-        num_precopies, num_biased = self._preprocess(idx_mapping, rows)
+        moved = preprocess_mamba(
+            scheduled, batch, self.cache, align_ctx=self.align_ctx, idx_mapping=idx_mapping, checker=self.checker
+        )
         step_rows = self._step_rows(rows, slots)
         hidden = self.step.forward(step_rows)
         tokens, logprobs = self.step.sample(step_rows, hidden)
-        num_postcopies = self._postprocess(idx_mapping, step_rows, tokens)
+        self._postprocess(idx_mapping, step_rows, tokens)
         drafts = self._propose(step_rows, slots, hidden, tokens)
         num_drafts = [sum(t != NO_TOKEN for t in row.token_ids[1:]) if row.is_decode else 0 for row in step_rows]
         answers = zip(rows, tokens, logprobs, drafts, num_drafts, strict=True)
         results = [RowResult(row.request_id, *answer) for row, *answer in answers]
-        return PendingStep(RunnerOutput(results, num_precopies, num_biased, num_postcopies))
+        return PendingStep(RunnerOutput(results, moved.mismatches))
 
-    def _preprocess(self, idx_mapping: torch.Tensor, rows: list[ScheduledRow]) -> tuple[int, int]:
-        """Decide and move on the device; returns the rows that moved, and those with a bias > 0."""
-        ctx, batch = self.align_ctx, self.batch
-        num_scheduled = batch.to_device([row.num_tokens for row in rows], torch.int32)
-        preprocess_mamba_align_fused(
-            idx_mapping,
-            num_scheduled,
-            batch.num_computed,
-            batch.running_column,
-            batch.num_accepted,
-            ctx.precopy_src_col_buf.gpu,
-            ctx.precopy_token_bias_buf.gpu,
-            ctx.work_list_buf.gpu,
-            ctx.work_count_buf.gpu,
-            len(rows),
-            ctx.block_tokens,
-        )
-        ctx.run_fused_precopy(len(rows), idx_mapping=idx_mapping)
-        moved = idx_mapping[ctx.work_list_buf.gpu[: int(ctx.work_count_buf.gpu)].long()].long()
-        return len(moved), int((ctx.precopy_token_bias_buf.gpu[moved] > 0).sum())
+    def copy_totals(self) -> CopyTotals:
+        """State copies since start; reads the device."""
+        batch = self.batch
+        return CopyTotals(int(batch.num_precopies), int(batch.num_biased_precopies), int(batch.num_postcopies))
 
     def _step_rows(self, rows: list[ScheduledRow], slots: torch.Tensor) -> list[StepRow]:
         """Read what the host's forward pass needs to know of each row."""
@@ -100,8 +87,8 @@ class ModelRunnerV2:
             step_rows.append(StepRow(row, batch.requests[slot], token_ids, computed[i], column[i], accepted[i]))
         return step_rows
 
-    def _postprocess(self, idx_mapping: torch.Tensor, rows: list[StepRow], tokens: list[list[int]]) -> int:
-        """Keep crossed boundaries and advance every slot by what the step made final; returns the rows that copied."""
+    def _postprocess(self, idx_mapping: torch.Tensor, rows: list[StepRow], tokens: list[list[int]]) -> None:
+        """Keep crossed boundaries, and advance every slot by what the step made final."""
         batch, slots = self.batch, idx_mapping.long()
         kept = [len(t) if row.is_decode else 0 for row, t in zip(rows, tokens, strict=True)]
         final = [k or row.num_tokens for row, k in zip(rows, kept, strict=True)]
@@ -115,7 +102,7 @@ class ModelRunnerV2:
         batch.num_computed[slots] = after
         for row, new_tokens in zip(rows, tokens, strict=True):
             row.request.output_token_ids.extend(new_tokens)
-        return int(((after // size > before // size) & (num_kept > 0)).sum())
+        batch.num_postcopies += ((after // size > before // size) & (num_kept > 0)).sum()
 
     def _propose(
         self, rows: list[StepRow], slots: torch.Tensor, hidden: torch.Tensor, tokens: list[list[int]]

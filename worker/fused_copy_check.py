@@ -1,0 +1,136 @@
+"""Proof, while serving, that the fused pre-copy does what the scalar path would do.
+
+For every row of a checked step: the decision (source column, destination column, bias, skip) that the fused path ran
+with, read back from the device, against `mamba_columns.precopy` on the row's own numbers; and for every row that
+moved, each state's bytes against what the scalar path's pointer list copies from the same sources. Where the scalar
+path has no copy (a DS conv state shifted by more than 0), a plain torch slice takes its place. Bytes are compared as
+bits, over the conv slots that are defined after the shift. Checking reads the device back; serving without it does not.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from mambalign.kernels.batch_memcpy import batch_memcpy
+from mambalign.kernels.mamba_state_copy import describe_states
+from mambalign.worker.mamba_columns import PrecopyInfo, precopy
+from mambalign.worker.mamba_utils import (
+    COPY_BLOCK_SIZE,
+    MambaCopyList,
+    RowBefore,
+    collect_mamba_copy_meta,
+    mamba_states,
+)
+from mambalign.worker.state_cache import StateCache
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A row for which the fused path and the scalar path disagree."""
+
+    request_id: str
+    text: str
+
+
+class FusedCopyChecker:
+    """Checks a share `rate` of the steps of one runner; counts by token bias before the copy."""
+
+    def __init__(self, cache: StateCache, rate: float = 1.0):
+        self.cache = cache
+        self.rate = rate
+        self.checks: Counter[int] = Counter()  # rows and steps
+        self.copies: Counter[int] = Counter()  # rows that moved bytes
+        self.num_mismatches = 0
+        self._states = [state.tensor for state in mamba_states(cache)]
+        self._metas, _ = describe_states(mamba_states(cache), cache.conv_layout == "DS", COPY_BLOCK_SIZE)
+        self._credit = 0.0
+
+    def wants_step(self) -> bool:
+        """Whether to check the next step: every one, or an even share of them."""
+        self._credit += self.rate
+        if self._credit < 1.0:
+            return False
+        self._credit -= 1.0
+        return True
+
+    def expect(self, rows: list[RowBefore]) -> "ExpectedCopies":
+        """Decide and read what the scalar path would copy; call before the fused copy runs."""
+        block_tokens = self.cache.mamba_block_tokens
+        infos = [
+            precopy(r.running_column, r.num_computed_tokens, r.num_tokens, r.num_accepted, block_tokens) for r in rows
+        ]
+        return ExpectedCopies(rows, infos, [self._expected_bytes(r, i) for r, i in zip(rows, infos, strict=True)])
+
+    def _expected_bytes(self, row: RowBefore, info: PrecopyInfo) -> list[torch.Tensor | None]:
+        """Per state, the bytes (or for a shifted DS conv state, the slots) that must lie in the destination block."""
+        if info.source_column < 0:
+            return []
+        expected: list[torch.Tensor | None] = []
+        for state, meta in zip(self._states, self._metas, strict=True):
+            if self._is_shifted_ds(state, info):
+                source = int(row.table_row[info.source_column])
+                expected.append(state[source, :, info.token_bias :].clone())
+                continue
+            copies = MambaCopyList()
+            collect_mamba_copy_meta(copies, [meta], self.cache.conv_layout, row.table_row, info)
+            expected.append(self._copy_out(copies, state.device))
+        return expected
+
+    def _is_shifted_ds(self, state: torch.Tensor, info: PrecopyInfo) -> bool:
+        is_conv = any(state is conv for conv in self.cache.conv)
+        return is_conv and self.cache.conv_layout == "DS" and info.token_bias > 0
+
+    def _copy_out(self, copies: MambaCopyList, device: torch.device) -> torch.Tensor | None:
+        """Run a one-entry pointer list into memory of our own; None when the state stays where it is."""
+        if not copies.sizes:
+            return None
+        scratch = torch.empty(copies.sizes[0], dtype=torch.uint8, device=device)
+        batch_memcpy(*torch.tensor([copies.sources, [scratch.data_ptr()], copies.sizes]).to(device))
+        return scratch
+
+    def check(self, expected: "ExpectedCopies", fused: list[PrecopyInfo]) -> list[Mismatch]:
+        """Compare after the fused copy has run; `fused` are the decisions that it ran with, one a row."""
+        mismatches = []
+        for row, want, states, got in zip(expected.rows, expected.infos, expected.states, fused, strict=True):
+            bias = row.num_accepted - 1
+            self.checks[bias] += 1
+            self.copies[bias] += want.source_column >= 0
+            problem = check_fused_copy_info(want, got) or self._check_bytes(row, want, states)
+            if problem:
+                mismatches.append(Mismatch(row.request_id, f"{problem}; expected {want}, fused {got}, row {row}"))
+        self.num_mismatches += len(mismatches)
+        return mismatches
+
+    def _check_bytes(self, row: RowBefore, info: PrecopyInfo, states: list[torch.Tensor | None]) -> str | None:
+        for index, (state, want) in enumerate(zip(self._states, states, strict=True) if states else ()):
+            if want is None:
+                continue
+            block = state[int(row.table_row[info.dest_column])]
+            if want.dtype == torch.uint8:
+                got = block.contiguous().view(-1).view(torch.uint8)[: want.numel()]
+            else:
+                got, want = (t.contiguous().view(torch.uint8) for t in (block[:, : want.shape[-1]], want))
+            if not torch.equal(got, want):
+                return f"state {index}: {int((got != want).sum())} bytes differ from the scalar path's"
+        return None
+
+
+@dataclass(frozen=True)
+class ExpectedCopies:
+    """What a step's pre-copy must do, read before it ran; one entry a row."""
+
+    rows: list[RowBefore]
+    infos: list[PrecopyInfo]
+    states: list[list[torch.Tensor | None]]
+
+
+def check_fused_copy_info(expected: PrecopyInfo, fused: PrecopyInfo) -> str | None:
+    """Compare a fused decision with the scalar one: None when equal, else what differs.
+
+    A row that skips (source column -1) must skip in both; its destination, the running column, must agree too.
+    """
+    for field, want, got in zip(PrecopyInfo._fields, expected, fused, strict=True):
+        if want != got:
+            return f"{field} is {got} in the fused path and {want} in the scalar path"
+    return None
