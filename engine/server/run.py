@@ -138,7 +138,7 @@ class Server:
         for line in ready.plan:
             say(f"  {line}")
         url = self.url(site)
-        body = {"model": self.state.model_name, "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}
+        body = {"model": self.state.model_name, "prompt": "def read_lines(path):", "max_tokens": 64, "temperature": 0}
         key = " -H 'Authorization: Bearer KEY'" if self.options.api_key else ""
         say(f"serving {self.state.model_name} at {url}/v1 (Ctrl-C stops); try:")
         say(f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'")
