@@ -1,4 +1,4 @@
-"""A real server around the fake core, in its own process, for tests that talk HTTP to it."""
+"""A server in its own process, around the fake core or the real one, for tests that talk HTTP to it."""
 
 import json
 import os
@@ -15,12 +15,16 @@ from typing import Any
 
 
 class ServerProcess:
-    """`python fake_core.py MODEL --port 0 ...`; `wait_url` returns once it listens and says where."""
+    """`python fake_core.py MODEL --port 0 ...`; with no model the real `serve` on the model that ships.
 
-    def __init__(self, model: Path, *options: str):
-        program = str(Path(__file__).parent / "fake_core.py")
+    `wait_url` returns once it can serve and says where.
+    """
+
+    def __init__(self, model: Path | None, *options: str):
+        fake = [str(Path(__file__).parent / "fake_core.py"), str(model)]
+        program = ["-m", "mambalign.engine.cli", "serve"] if model is None else fake
         self.process = subprocess.Popen(
-            [sys.executable, program, str(model), "--port", "0", *options],
+            [sys.executable, *program, "--port", "0", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
