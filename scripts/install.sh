@@ -56,8 +56,10 @@ install_torch() {
             ;;
         *)
             say "no CUDA here: installing the CPU build of torch from $CPU_INDEX"
-            "$PYTHON" -m pip install --index-url "$CPU_INDEX" "$TORCH" ||
-                fail "no CPU build of torch could be had; install one into $VENV and run this again"
+            if ! "$PYTHON" -m pip install --index-url "$CPU_INDEX" "$TORCH"; then
+                say "no CPU build of torch is to be had: installing the one that pip finds (torch $version, large)"
+                "$PYTHON" -m pip install "$TORCH"
+            fi
             ;;
     esac
 }
