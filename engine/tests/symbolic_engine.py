@@ -84,7 +84,7 @@ class SymbolicEngine:
         self.stop_after: dict[str, int] = {}  # request id -> tokens of output at which a stop token comes
         self.requests: list[Request] = []
         self.endings: Counter[str] = Counter()
-        self.num_evictions = self.num_steps = self.num_precopies = self.num_biased_precopies = self.num_postcopies = 0
+        self.num_evictions = self.num_steps = 0
         self._named: dict[bytes, tuple[str, list[int], int]] = {}  # hash -> salt, states, tokens
         self._hash_of: dict[tuple[str, int], bytes] = {}
         self._sealed: dict[str, dict[int, bytes]] = {"kv": {}, "mamba": {}}
@@ -167,9 +167,6 @@ class SymbolicEngine:
             self._check_hit(new)
         output = self.runner.execute_model(scheduled)
         self.num_steps += 1
-        self.num_precopies += output.num_precopies
-        self.num_biased_precopies += output.num_biased_precopies
-        self.num_postcopies += output.num_postcopies
         for (request, gained, *_), row in zip(scheduler.update(scheduled, output), scheduled.rows, strict=True):
             self._book(request, gained, row)
         self._seal()

@@ -110,8 +110,8 @@ def test_every_life_is_right(pools: str) -> None:
     counters = [engine.scheduler.counters for engine in engines]
     assert sum(c.accepted_tokens for c in counters) > NUM_SEEDS
     assert sum(c.prefix_hits for c in counters) > NUM_SEEDS
-    assert sum(e.num_biased_precopies for e in engines) > NUM_SEEDS / 10
-    assert sum(e.num_postcopies for e in engines) > NUM_SEEDS
+    assert sum(e.runner.num_biased_precopies for e in engines) > NUM_SEEDS / 10
+    assert sum(e.runner.num_postcopies for e in engines) > NUM_SEEDS
     if pools == "big":
         assert not any(e.num_evictions for e in engines) and not any(c.preemptions for c in counters)
     else:

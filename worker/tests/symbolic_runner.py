@@ -177,6 +177,7 @@ class SymbolicRunner:
         self.sealed_states: dict[int, tuple[Value, ...]] = {}
         self.precopies: dict[str, PrecopyInfo] = {}  # of the last step, rows that moved
         self.postcopies: dict[str, PostcopyInfo] = {}
+        self.num_precopies = self.num_biased_precopies = self.num_postcopies = 0  # since start
 
     # what the owner of the pools tells
 
@@ -228,9 +229,10 @@ class SymbolicRunner:
             self._sample(row)
         for row in rows:
             self._keep_boundary(row)
-        results = [self._finish(row) for row in rows]
-        biased = sum(info.token_bias > 0 for info in self.precopies.values())
-        return RunnerOutput(results, len(self.precopies), biased, len(self.postcopies))
+        self.num_precopies += len(self.precopies)
+        self.num_biased_precopies += sum(info.token_bias > 0 for info in self.precopies.values())
+        self.num_postcopies += len(self.postcopies)
+        return RunnerOutput([self._finish(row) for row in rows])
 
     def _take_over(self, scheduled: SchedulerOutput) -> None:
         self.precopies, self.postcopies = {}, {}
