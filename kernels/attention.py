@@ -135,7 +135,7 @@ def paged_attention(
     The batch's own keys must be in the cache already (`write_kv`). Query head h uses key head h // (heads / kv_heads).
     Returns [T, heads, head_dim] in the dtype of query. A query without visible keys gives 0.
     """
-    out = torch.empty_like(query)
+    out = query.new_empty(query.shape)
     for group in plan:
         queries = query if group.query_index is None else query.index_select(0, group.query_index)
         result = _attend(queries.float() * scale, key_cache, value_cache, group).to(out.dtype)

@@ -137,12 +137,11 @@ class Attention:
         return [self.qkv_proj, self.o_proj]
 
     def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        num_tokens = x.shape[0]
         keys, values = context.cache.keys[self.kv_index], context.cache.values[self.kv_index]
         query, key, value = (t.unflatten(1, (-1, self.head_dim)) for t in self.qkv_proj(x).split(self.widths, dim=1))
         write_kv(keys, values, key, value, context.slot_mapping)
         y = paged_attention(query, keys, values, context.attention, self.head_dim**-0.5)
-        return self.o_proj(y.view(num_tokens, -1))
+        return self.o_proj(y.flatten(1))
 
 
 class MLP:
