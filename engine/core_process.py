@@ -67,6 +67,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     eos_token_ids: list[int]
     spec_tokens: int
     spec_method: str | None
+    runner: str
+    conv_layout: str
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -161,6 +163,8 @@ def serve(core: Any, socket: zmq.Socket, send: Callable[[FromEngine], None]) -> 
             eos_token_ids=list(core.eos_token_ids),
             spec_tokens=core.spec_tokens,
             spec_method=core.spec_method,
+            runner=core.config.runner.runner,
+            conv_layout=core.config.cache.mamba_conv_layout,
         )
     )
     loop = EngineLoop(core, socket, send)

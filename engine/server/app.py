@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from mambalign.engine.client import EngineError
 from mambalign.engine.server.answer import json_response
 from mambalign.engine.server.completions import chat_completions, completions
-from mambalign.engine.server.errors import ApiError, error_middleware
+from mambalign.engine.server.errors import ApiError, error_middleware, unavailable
 from mambalign.engine.server.protocol import DetokenizeBody, TokenizeBody, parse_body
 from mambalign.engine.server.state import STATE, ServerState
 
@@ -66,21 +66,31 @@ async def auth_middleware(request: web.Request, handler: web.RequestHandler) -> 
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 when a request would run now; 503, with the reason, while loading, draining or dead."""
-    request.app[STATE].require_ready()
+    """200 when a request would run now; 503, with the reason, while loading, draining, dead, or found wrong."""
+    state = request.app[STATE]
+    state.require_ready()
+    await refresh_stats(state)
+    if mismatches := state.metrics.engine.stats.fused_copy_mismatches_total:
+        raise unavailable(f"the fused-copy check found {mismatches} wrong copies: see the log", "fused_copy_mismatch")
     return json_response({"status": "ok"})
 
 
-async def metrics(request: web.Request) -> web.Response:
-    """Always answers: with the last known statistics when the engine cannot."""
-    state = request.app[STATE]
+async def refresh_stats(state: ServerState) -> None:
+    """Fetch the engine's statistics; the last known ones stay when it cannot answer."""
     if state.client.healthy:
         try:
             state.metrics.engine.stats = await asyncio.wait_for(state.client.stats(), STATS_SECONDS)
         except (TimeoutError, EngineError):
             pass
-    if state.client.ready is not None:
-        state.metrics.engine.num_positions = state.client.ready.spec_tokens
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Always answers: with the last known statistics when the engine cannot."""
+    state = request.app[STATE]
+    await refresh_stats(state)
+    if (ready := state.client.ready) is not None:
+        state.metrics.engine.num_positions = ready.spec_tokens
+        state.metrics.engine.runner_labels = {"runner": ready.runner, "layout": ready.conv_layout}
     return web.Response(body=generate_latest(state.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -21,6 +21,8 @@ NAMES = {
     "kv_cache_usage": "kv_cache_usage_perc",
     "mamba_cache_usage": "mamba_cache_usage_perc",
     "spec_decode_accepted_per_position": "spec_decode_num_accepted_tokens_per_pos_total",
+    "fused_copy_checks": "fused_copy_checks_total",
+    "fused_copy_copies": "fused_copy_copies_total",
 }
 HELP = {
     "num_requests_running": "Requests in the running batch",
@@ -45,19 +47,24 @@ HELP = {
 }
 
 
-def labelled(name: str, text: str, label: str, counts: dict[Any, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=[label])
+def labelled(
+    name: str, text: str, label: str, counts: dict[Any, int], fixed: dict[str, str] | None = None
+) -> CounterMetricFamily:
+    """One counter a key of `counts`, under `label`; `fixed` labels come first and are the same for all."""
+    fixed = fixed or {}
+    family = CounterMetricFamily(name, text, labels=[*fixed, label])
     for key, count in counts.items():
-        family.add_metric([str(key)], count)
+        family.add_metric([*fixed.values(), str(key)], count)
     return family
 
 
 class StatsCollector(Collector):
     """Turns the engine's latest statistics into metrics: `*_total` counts, a list has a position, the rest gauges."""
 
-    def __init__(self, num_positions: int = 0):
+    def __init__(self) -> None:
         self.stats = EngineStats()
-        self.num_positions = num_positions  # of drafts
+        self.num_positions = 0  # of drafts; this and the next are known when the engine is ready
+        self.runner_labels = {"runner": "", "layout": ""}
 
     def collect(self) -> Iterator[Metric]:
         for field, value in msgspec.structs.asdict(self.stats).items():
@@ -67,7 +74,7 @@ class StatsCollector(Collector):
                 yield labelled(name, text, "position", dict.fromkeys(positions, 0) | dict(enumerate(value)))
             elif isinstance(value, dict):
                 biases = [str(bias) for bias in range(self.num_positions + 1)]
-                yield labelled(name, text, "token_bias", dict.fromkeys(biases, 0) | value)
+                yield labelled(name, text, "bias", dict.fromkeys(biases, 0) | value, self.runner_labels)
             elif name.endswith("_total"):
                 yield CounterMetricFamily(name, text, value=value)
             else:

@@ -75,6 +75,7 @@ class FakeCore:
         self.max_model_len = config.model.max_model_len
         self.vocab_size = facts.vocab_size
         self.eos_token_ids = [EOS]
+        self.config = config
         self.spec_tokens, self.spec_method = config.spec.spec_tokens, config.spec.spec_method
         self._requests: dict[str, EngineRequest] = {}
         self._ids: dict[str, list[int]] = {}
