@@ -1,0 +1,94 @@
+"""Linear layers: right, and batch-invariant on values that show a changed order of addition."""
+
+import pytest
+import torch
+
+from mambalign.kernels import linear as module
+from mambalign.kernels.linear import BLOCK_ROWS, MAX_ROWS, check_linear_invariance, linear
+from mambalign.kernels.tolerances import tolerance
+
+SHAPES = [(256, 1288), (512, 256), (832, 256), (256, 4096), (1, 1), (37, 53), (63, 7), (513, 100), (1100, 30)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def forget_failed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_run_by_blocks", set())
+
+
+def spread(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normal values times powers of two from 2^-12 to 2^12."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).ldexp(torch.randint(-12, 13, shape, generator=generator))
+
+
+def cancelling(num_rows: int, k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and a weight whose second half of K nearly cancels the first."""
+    x, weight, half = spread(num_rows, k), spread(k, n, seed=1), k // 2
+    x[:, half : 2 * half] = -x[:, :half] * (1 + 1e-3 * torch.rand(half))
+    weight[half : 2 * half] = weight[:half]
+    return x.to(dtype), weight.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+def test_a_row_gives_the_same_bits_in_any_batch(k: int, n: int, dtype: torch.dtype) -> None:
+    x, weight = cancelling(MAX_ROWS + 130, k, n, dtype)
+    check_linear_invariance([weight])
+    want = linear(x, weight)
+    for num_rows in (1, 2, 3, 5, 8, 9, 31, 64, 100, 257, MAX_ROWS, MAX_ROWS + 1, MAX_ROWS + 2):
+        for first in (0, 1, 3, x.shape[0] - num_rows):
+            assert torch.equal(linear(x[first : first + num_rows], weight), want[first : first + num_rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+def test_values(k: int, n: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(33, k, generator=generator).to(dtype)
+    weight = (torch.randn(k, n, generator=generator) / k**0.5).to(dtype)
+    bias = torch.randn(n, generator=generator).to(dtype)
+    want = (x.double() @ weight.double() + bias.double()).to(dtype)
+    torch.testing.assert_close(linear(x, weight, bias), want, **tolerance("kernel", dtype))
+
+
+def test_no_rows() -> None:
+    assert linear(torch.empty(0, 8), torch.randn(8, 5)).shape == (0, 5)
+
+
+def test_a_strided_input_gives_the_bits_of_a_contiguous_one() -> None:
+    x, weight = cancelling(40, 64, 48, torch.float32)
+    beside = torch.cat([x, x], dim=1)[:, 64:]
+    assert torch.equal(linear(beside, weight), linear(x, weight))
+
+
+def test_a_shape_that_fails_is_run_in_blocks_and_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A library that rounds by the number of rows; only blocks of one fixed size escape it."""
+    library = torch.mm
+
+    def mm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        product = library(x, weight) * (1 + 2.0**-20 * x.shape[0])
+        return product if out is None else out.copy_(product)
+
+    monkeypatch.setattr(module.torch, "mm", mm)
+    weight = torch.randn(16, 8)
+    assert check_linear_invariance([weight, weight]) == [(16, 8, torch.float32)]
+    assert f"blocks of {BLOCK_ROWS} rows" in caplog.text
+    x = torch.randn(21, 16)
+    whole = linear(x, weight)
+    assert all(torch.equal(linear(x[i : i + 1], weight), whole[i : i + 1]) for i in range(21))
+
+
+def test_a_library_without_any_invariant_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = torch.mm
+    calls = iter(range(10**6))
+
+    def mm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        product = library(x, weight) + next(calls)
+        return product if out is None else out.copy_(product)
+
+    monkeypatch.setattr(module.torch, "mm", mm)
+    with pytest.raises(RuntimeError, match="no batch-invariant way"):
+        check_linear_invariance([torch.randn(16, 8)])

@@ -1,0 +1,45 @@
+"""RMS norms: values of the formula, and a row's bits whatever rows stand beside it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mambalign.kernels.rms_norm import PIECE, rms_norm, rms_norm_gated
+from mambalign.kernels.tolerances import tolerance
+
+EPS = 1e-5
+WIDTHS = [1, 7, 63, 256, 600]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def rows(num_rows: int, width: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-6, 7, (num_rows, width), generator=generator)
+    return torch.randn(num_rows, width, generator=generator).ldexp(exponents)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rms_norm(width: int, dtype: torch.dtype) -> None:
+    x, weight = rows(300, width, 0).to(dtype), rows(1, width, 1)[0]
+    whole = rms_norm(x, weight, EPS)
+    x64 = x.double()
+    want = weight * x64 * (x64.pow(2).mean(-1, keepdim=True) + EPS).rsqrt()
+    torch.testing.assert_close(whole, want.to(dtype), **tolerance("kernel", dtype))
+    for first, count in ((0, 1), (0, 2), (5, 1), (7, 63), (1, 299), (299, 1)):
+        assert torch.equal(rms_norm(x[first : first + count], weight, EPS), whole[first : first + count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_groups", "width"), [(1, 63), (2, 512), (3, 60), (4, 840)])
+def test_rms_norm_gated(num_groups: int, width: int, dtype: torch.dtype) -> None:
+    num_rows = PIECE + 40
+    x, weight = rows(num_rows, width, 0), rows(1, width, 1)[0]
+    gate = torch.cat([rows(num_rows, width, 2), rows(num_rows, 5, 3)], dim=1).to(dtype)[:, :width]  # strided
+    whole = rms_norm_gated(x, gate, weight, EPS, width // num_groups)
+    gated = (x.double() * F.silu(gate.double())).view(num_rows, num_groups, -1)
+    want = weight * (gated * (gated.pow(2).mean(-1, keepdim=True) + EPS).rsqrt()).view(num_rows, width)
+    torch.testing.assert_close(whole, want.to(dtype), **tolerance("kernel", dtype))
+    for first, count in ((0, 1), (3, 2), (7, 63), (40, PIECE), (num_rows - 1, 1)):
+        part = slice(first, first + count)
+        assert torch.equal(rms_norm_gated(x[part], gate[part], weight, EPS, width // num_groups), whole[part])
