@@ -214,6 +214,20 @@ def _copy_mamba_state_block(
                     _move_shifted(to + shift, to, zero, span, span, access_size, COPY_BLOCK_SIZE)
 
 
+@triton.jit
+def _next_unit(p_tickets, num_programs):
+    """The next tile that nobody has taken; the first `num_programs` belong to the programs without asking."""
+    return num_programs + tl.atomic_add(p_tickets, 1)
+
+
+@triton.jit
+def _return_tickets(p_tickets, num_programs):
+    """The last program to leave clears the counters for the next launch."""
+    if tl.atomic_add(p_tickets + 1, 1) == num_programs - 1:
+        tl.store(p_tickets, 0)
+        tl.store(p_tickets + 1, 0)
+
+
 def bytes_at(address: int, num_bytes: int) -> torch.Tensor:
     """Host memory as a uint8 tensor."""
     return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)

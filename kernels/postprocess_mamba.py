@@ -9,6 +9,8 @@ from mambalign.kernels.mamba_state_copy import (
     META_FIELDS,
     StateMeta,
     _copy_mamba_state_block,
+    _next_unit,
+    _return_tickets,
     copy_mamba_state_block_reference,
 )
 
@@ -25,6 +27,7 @@ def postprocess_mamba_fused_kernel(
     block_tokens,
     p_state_meta,
     p_tile_state,
+    p_tickets,
     num_tiles,
     num_groups,
     table_width,
@@ -35,8 +38,8 @@ def postprocess_mamba_fused_kernel(
 ):
     """m = (n + kept) // B * B; if m > n the state after m tokens -> block[m/B - 1]; num_accepted = kept, or 1 at m.
 
-    Grid: any fixed number of programs. Each decides for all rows; program p owns the (moving row, tile) pairs whose
-    running number is p modulo the grid, and program 0 the counts.
+    Grid: any fixed number of programs. Each decides for all rows; program 0 owns the counts, program p tile p of all
+    moving rows' tiles, then whichever its tickets name.
     Reads counts, block tables, metadata and source blocks; writes num_accepted and destination blocks.
     Bytes are moved, not numbers. In place: an SD or DS conv state may shift within its own block.
     """
@@ -58,6 +61,7 @@ def postprocess_mamba_fused_kernel(
 
     moves = crosses & ~(ends_there & (bias == 0))
     order = tl.cumsum(moves.to(tl.int32), 0) - 1
+    unit, first_unit = i_program, 0
     for i in range(0, tl.sum(moves.to(tl.int32), 0)):
         here = moves & (order == i)
         slot = tl.sum(tl.where(here, slots, 0), 0)
@@ -65,13 +69,17 @@ def postprocess_mamba_fused_kernel(
         dest_column = tl.sum(tl.where(here, dest, 0), 0)
         token_bias = tl.sum(tl.where(here, bias, 0), 0)
         p_table = p_block_table + slot.to(tl.int64) * num_groups * table_width
-        first = (i_program + num_programs - i * num_tiles % num_programs) % num_programs
-        for i_tile in range(first, num_tiles, num_programs):
+        while unit < first_unit + num_tiles:
+            i_tile = unit - first_unit
             p_meta = p_state_meta + tl.load(p_tile_state + i_tile) * META_FIELDS
             _copy_mamba_state_block(
                 p_meta, p_table, table_width, i_tile, source_column, dest_column, token_bias,
                 COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST,
             )  # fmt: skip
+            unit = _next_unit(p_tickets, num_programs)
+        first_unit += num_tiles
+    if first_unit > 0:
+        _return_tickets(p_tickets, num_programs)
 
 
 def postprocess_mamba_fused_reference(
@@ -85,6 +93,7 @@ def postprocess_mamba_fused_reference(
     block_tokens: int,
     state_meta: torch.Tensor,
     tile_state: torch.Tensor,
+    tickets: torch.Tensor,
     conv_state_dim_first: bool,
     copy_block_size: int,
     num_programs: int | None = None,
@@ -123,6 +132,7 @@ def postprocess_mamba_fused(
     block_tokens: int,
     state_meta: torch.Tensor,
     tile_state: torch.Tensor,
+    tickets: torch.Tensor,
     conv_state_dim_first: bool,
     copy_block_size: int,
     num_programs: int | None = None,
@@ -131,7 +141,7 @@ def postprocess_mamba_fused(
     arguments = (num_kept, num_computed, running_column, num_accepted, block_table, idx_mapping, num_reqs)
     if not runs_kernel(block_table):
         return postprocess_mamba_fused_reference(
-            *arguments, block_tokens, state_meta, tile_state, conv_state_dim_first, copy_block_size
+            *arguments, block_tokens, state_meta, tile_state, tickets, conv_state_dim_first, copy_block_size
         )
     grid = (num_programs or persistent_programs(block_table.device),)
     postprocess_mamba_fused_kernel[grid](
@@ -139,6 +149,7 @@ def postprocess_mamba_fused(
         block_tokens,
         state_meta,
         tile_state,
+        tickets,
         len(tile_state),
         block_table.shape[1],
         block_table.shape[2],

@@ -9,6 +9,8 @@ from mambalign.kernels.mamba_state_copy import (
     META_FIELDS,
     StateMeta,
     _copy_mamba_state_block,
+    _next_unit,
+    _return_tickets,
     copy_mamba_state_block_reference,
 )
 
@@ -25,6 +27,7 @@ def precopy_mamba_align_fused_kernel(
     num_reqs,
     p_state_meta,
     p_tile_state,
+    p_tickets,
     num_tiles,
     num_groups,
     table_width,
@@ -35,8 +38,8 @@ def precopy_mamba_align_fused_kernel(
 ):
     """block[dest_column] = block[source_column + bias] (conv: block[source_column] shifted left by bias), all states.
 
-    Grid: any fixed number of programs; program p owns the (moving row, tile) pairs whose running number is p modulo
-    the grid, so that a step in which nothing moves costs one load of the counter.
+    Grid: any fixed number of programs, so that a step in which nothing moves costs one load of the counter. Program p
+    owns tile p of all moving rows' tiles, then whichever its tickets name: some multiprocessors copy faster.
     Reads decisions, block tables, metadata and source blocks; writes destination blocks, through 64-bit addresses.
     Bytes are moved, not numbers: exact for every dtype. In place: a destination is never another row's source.
     """
@@ -44,6 +47,7 @@ def precopy_mamba_align_fused_kernel(
     count = num_reqs
     if HAS_WORK_LIST:
         count = tl.load(p_work_count)
+    unit, first_unit = i_program, 0  # running numbers of this program's tile, and of the row's first
     for i in range(0, count):
         slot = i
         if HAS_WORK_LIST:
@@ -54,13 +58,17 @@ def precopy_mamba_align_fused_kernel(
         if source_column >= 0:
             dest_column, token_bias = tl.load(p_dest_column + slot), tl.load(p_token_bias + slot)
             p_table = p_block_table + slot.to(tl.int64) * num_groups * table_width
-            first = (i_program + num_programs - i * num_tiles % num_programs) % num_programs
-            for i_tile in range(first, num_tiles, num_programs):
+            while unit < first_unit + num_tiles:
+                i_tile = unit - first_unit
                 p_meta = p_state_meta + tl.load(p_tile_state + i_tile) * META_FIELDS
                 _copy_mamba_state_block(
                     p_meta, p_table, table_width, i_tile, source_column, dest_column, token_bias,
                     COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST,
                 )  # fmt: skip
+                unit = _next_unit(p_tickets, num_programs)
+            first_unit += num_tiles
+    if first_unit > 0:
+        _return_tickets(p_tickets, num_programs)
 
 
 def precopy_mamba_align_fused_reference(
@@ -74,6 +82,7 @@ def precopy_mamba_align_fused_reference(
     num_reqs: int,
     state_meta: torch.Tensor,
     tile_state: torch.Tensor,
+    tickets: torch.Tensor,
     conv_state_dim_first: bool,
     copy_block_size: int,
     num_programs: int | None = None,
@@ -83,7 +92,8 @@ def precopy_mamba_align_fused_reference(
     source_column, dest_column, token_bias: int32, by batch row, or by slot with `idx_mapping`.
     block_table: int32 `[rows or slots, groups, columns]`. idx_mapping: int32 `[num_reqs]`, batch row -> slot, negative
     skips. work_list, work_count: the batch rows to visit and how many; None visits rows `0 .. num_reqs-1`.
-    state_meta: int64 `[states, fields of StateMeta]`; tile_state: int32 `[tiles]`.
+    state_meta: int64 `[states, fields of StateMeta]`; tile_state: int32 `[tiles]`; tickets: int32 `[2]`, zeros before
+    and after a launch (the reference needs none).
     """
     rows = range(num_reqs) if work_list is None else work_list[: int(work_count)].tolist()
     metas = [StateMeta(*fields) for fields in state_meta.tolist()]
@@ -107,6 +117,7 @@ def precopy_mamba_align_fused(
     num_reqs: int,
     state_meta: torch.Tensor,
     tile_state: torch.Tensor,
+    tickets: torch.Tensor,
     conv_state_dim_first: bool,
     copy_block_size: int,
     num_programs: int | None = None,
@@ -115,13 +126,14 @@ def precopy_mamba_align_fused(
     arguments = (source_column, dest_column, token_bias, block_table, idx_mapping, work_list, work_count, num_reqs)
     if not runs_kernel(block_table):
         return precopy_mamba_align_fused_reference(
-            *arguments, state_meta, tile_state, conv_state_dim_first, copy_block_size
+            *arguments, state_meta, tile_state, tickets, conv_state_dim_first, copy_block_size
         )
     grid = (num_programs or persistent_programs(block_table.device),)
     precopy_mamba_align_fused_kernel[grid](
         *arguments,
         state_meta,
         tile_state,
+        tickets,
         len(tile_state),
         block_table.shape[1],
         block_table.shape[2],

@@ -107,7 +107,8 @@ class Bench:
         ctx.block_table_buf.np[:] = 1 + torch.arange(NUM_ROWS * COLUMNS, dtype=torch.int32).view(-1, 1, COLUMNS).numpy()
         ctx.stage(NUM_ROWS)
         self.idx_mapping = int32(list(reversed(range(NUM_ROWS))))
-        self.states = (ctx.state_meta, ctx.tile_state, ctx.conv_state_dim_first, ctx.copy_block_size, num_programs)
+        layout = (ctx.conv_state_dim_first, ctx.copy_block_size, num_programs)
+        self.states = (ctx.state_meta, ctx.tile_state, ctx.tickets, *layout)
 
     def crossing(self, rows: int, crossing: int, launch: int) -> list[int]:
         return [(launch * crossing + i) % rows for i in range(crossing)]
@@ -185,7 +186,7 @@ def host_times(num_reqs: int, crossing: int, runner: str) -> float:
     counts = int32(n)
     for _ in range(steps):
         blocks = [{k: 1 + 3 * r + k for k in range(3)} for r in range(num_reqs)]
-        rows = [ScheduledRow(str(r), n[r], [0] * 4, True, [], blocks[r], [], None) for r in range(num_reqs)]
+        rows = [ScheduledRow(str(r), 0, n[r], [0] * 4, True, [], blocks[r], [], None) for r in range(num_reqs)]
         batch.mamba_state_idx[:] = [0 if r < crossing else 1 for r in range(num_reqs)]
         column = ctx.mamba_state_idx_buf.gpu
         column.copy_(torch.from_numpy(batch.mamba_state_idx))

@@ -101,6 +101,7 @@ class MambaSpecDecodeGPUContext:
         self.metas, tile_states = describe_states(self.states, self.conv_state_dim_first, self.copy_block_size)
         self.state_meta = torch.tensor(self.metas, dtype=torch.int64, device=self.device)
         self.tile_state = torch.tensor(tile_states, dtype=torch.int32, device=self.device)
+        self.tickets = torch.zeros(2, dtype=torch.int32, device=self.device)
 
         num_groups = 1 + max(state.group for state in self.states)
         self._staged = CpuGpuBuffer(6 * max_num_reqs + 1, dtype=torch.int32, device=self.device)
@@ -141,6 +142,7 @@ class MambaSpecDecodeGPUContext:
             num_reqs,
             self.state_meta,
             self.tile_state,
+            self.tickets,
             self.conv_state_dim_first,
             self.copy_block_size,
             self.num_programs,
@@ -166,6 +168,7 @@ class MambaSpecDecodeGPUContext:
             self.block_tokens,
             self.state_meta,
             self.tile_state,
+            self.tickets,
             self.conv_state_dim_first,
             self.copy_block_size,
             self.num_programs,

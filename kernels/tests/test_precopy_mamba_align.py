@@ -53,6 +53,7 @@ class Case:
         self.states: list = []
         self.num_groups = 1
         self.rng = random.Random(0)
+        self.tickets = torch.zeros(2, dtype=torch.int32, device=device)
 
     def add(self, kind: str, shape: tuple[int, ...], dtype=torch.float32, group: int = 0, tensor=None) -> "Case":
         """A state; `shape` of a conv state is (state_len, dim) in either layout."""
@@ -125,26 +126,36 @@ class Case:
         return results
 
     def check(self, expected: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        assert self.tickets.tolist() == [0, 0]
         for state, (after, defined) in zip(self.states, expected, strict=True):
             wrong = (bits(state.tensor) != after) & defined
             assert not wrong.any(), f"{state.kind} {tuple(state.tensor.shape)}: {wrong.nonzero()[:4].tolist()}"
 
-    def metadata(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def metadata(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Metadata table, tile table and tickets."""
         metas, tile_states = describe_states(self.states, self.layout == "DS", BLOCK)
         return (
             torch.tensor(metas, dtype=torch.int64, device=self.device),
             torch.tensor(tile_states, dtype=torch.int32, device=self.device),
+            self.tickets,
         )
 
     def int32(self, values) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
+    def trapped(self, value: int, values) -> torch.Tensor:
+        """`values`, behind an entry that index -1 would read."""
+        return self.int32([value, *values])[1:]
+
     def run_precopy(
         self, *, function=precopy_mamba_align_fused, idx_mapping=None, work_list=None, num_reqs=None
     ) -> None:
+        source, dest, bias = zip(*self.decisions, strict=True)
         function(
-            *(self.int32(column) for column in zip(*self.decisions, strict=True)),
-            self.table.to(self.device),
+            self.trapped(0, source),
+            self.trapped(1, dest),
+            self.trapped(0, bias),
+            torch.cat([self.table[:1], self.table])[1:].to(self.device),
             None if idx_mapping is None else self.int32(idx_mapping),
             None if work_list is None else self.int32([*work_list, -99]),  # what follows the list is never read
             None if work_list is None else self.int32([len(work_list)]),
@@ -635,7 +646,7 @@ def test_a_destination_that_another_row_reads_is_refused(device):
     rows = []
     for i, blocks in enumerate(({0: 1, 1: 2}, {0: 2, 1: 3})):
         batch.add(NewRow(str(i), None, 0, 8, [0] * 8, 8))
-        rows.append(ScheduledRow(str(i), 8, [0], True, [], blocks, [], None))
+        rows.append(ScheduledRow(str(i), 0, 8, [0], True, [], blocks, [], None))
     align_ctx = MambaSpecDecodeGPUContext(cache, 2, 8)
     with pytest.raises(AssertionError, match="writes block 2"):
         preprocess_mamba(SchedulerOutput(rows), batch, cache, align_ctx=align_ctx, checked=True)

@@ -41,6 +41,20 @@ def make_cache(layout: str, block_tokens: int, num_spec_tokens: int, num_blocks:
     )
 
 
+def row(request_id: str, n: int, q: int, blocks: dict[int, int], is_decode: bool = True) -> ScheduledRow:
+    return ScheduledRow(
+        request_id,
+        admission=0,
+        num_computed_tokens=n,
+        token_ids=[0] * q,
+        is_decode=is_decode,
+        kv_blocks=[],
+        mamba_blocks=blocks,
+        boundaries=[],
+        next_token_id=None,
+    )
+
+
 class Model:
     """States that name what they hold: temporal and carry after n tokens is `text + n`, a conv slot its input's."""
 
@@ -119,32 +133,28 @@ def run_rows(rng: random.Random, layout: str, S: int, B: int, fused: bool) -> tu
             decode = done[r] >= prompts[r]
             q = rng.randint(1, S + 1) if decode else min(rng.randint(1, 2 * B), prompts[r] - done[r])
             blocks = {k: 1 + r * width + k for k in range(width)}
-            rows.append(ScheduledRow(str(r), done[r], [0] * q, decode, [], blocks, [], None if decode else 0))
-        output = SchedulerOutput(sorted(rows, key=lambda row: batch.row_of[row.request_id]))
-        columns = [int(batch.mamba_state_idx[int(row.request_id)]) for row in output.rows]
+            rows.append(row(str(r), done[r], q, blocks, decode))
+        output = SchedulerOutput(sorted(rows, key=lambda each: batch.row_of[each.request_id]))
+        columns = [int(batch.mamba_state_idx[int(each.request_id)]) for each in output.rows]
         counts = preprocess_mamba(output, batch, cache, align_ctx=ctx, checked=True)
         biased += counts.num_biased_rows
         kept = []
-        for row, column in zip(output.rows, columns, strict=True):
-            r, n, q = int(row.request_id), row.num_computed_tokens, row.num_tokens
+        for each, column in zip(output.rows, columns, strict=True):
+            r, n, q = int(each.request_id), each.num_computed_tokens, each.num_tokens
             now, accepted = int(batch.mamba_state_idx[r]), int(batch.num_accepted[r])
             assert now == next_column(column, n, q, B)
-            model.step(1 + 2 * r * MAX_LEN % 128, n, q, row.is_decode, row.mamba_blocks, now, accepted)
+            model.step(1 + 2 * r * MAX_LEN % 128, n, q, each.is_decode, each.mamba_blocks, now, accepted)
             kept.append(rng.randint(1, q))
         postcopies += postprocess_mamba(output, kept, batch, cache, align_ctx=ctx, checked=True)
-        for row, k in zip(output.rows, kept, strict=True):
-            r, n = int(row.request_id), row.num_computed_tokens
-            done[r] = n + (k if row.is_decode else row.num_tokens)
+        for each, k in zip(output.rows, kept, strict=True):
+            r, n = int(each.request_id), each.num_computed_tokens
+            done[r] = n + (k if each.is_decode else each.num_tokens)
             boundary = done[r] // B * B
-            if row.is_decode and boundary > n:
-                block = row.mamba_blocks[boundary // B - 1]
+            if each.is_decode and boundary > n:
+                block = each.mamba_blocks[boundary // B - 1]
                 model.check_boundary(1 + 2 * r * MAX_LEN % 128, boundary, block)
             assert 1 <= batch.num_accepted[r] <= S + 1
     return biased, postcopies
-
-
-def row(request_id: str, n: int, q: int, blocks: dict[int, int], is_decode: bool = True) -> ScheduledRow:
-    return ScheduledRow(request_id, n, [0] * q, is_decode, [], blocks, [], None)
 
 
 def make_batch(*columns_and_accepted: tuple[int, int], width: int = 8, block_tokens: int = 8) -> InputBatch:
@@ -178,7 +188,7 @@ def test_a_step_without_a_crossing_moves_nothing():
     batch = make_batch((1, 3))
     output = SchedulerOutput([row("0", 12, 4, {1: 3, 2: 4, 3: 5, 4: 6})])
     ctx = MambaSpecDecodeGPUContext(cache, 4, 8)
-    assert preprocess_mamba(output, batch, cache, align_ctx=ctx, checked=True) == (0, 0)
+    assert preprocess_mamba(output, batch, cache, align_ctx=ctx, checked=True)[:2] == (0, 0)
     assert output.mamba_precopy_info == [PrecopyInfo(-1, 1, 2)]
     assert batch.num_accepted[0] == 3 and batch.mamba_state_idx[0] == 1
     assert postprocess_mamba(output, [2], batch, cache, align_ctx=ctx, checked=True) == 0
@@ -220,7 +230,7 @@ def test_several_rows_resume_from_one_published_block():
     batch = make_batch((0, 1), (0, 1), (0, 1))
     output = SchedulerOutput([row(str(i), 8, 2, {0: 1, 1: 2 + i}, is_decode=False) for i in range(3)])
     ctx = MambaSpecDecodeGPUContext(cache, 4, 8)
-    assert preprocess_mamba(output, batch, cache, align_ctx=ctx, checked=True) == (3, 0)
+    assert preprocess_mamba(output, batch, cache, align_ctx=ctx, checked=True)[:2] == (3, 0)
     for state in mamba_states(cache):
         assert (state.tensor[1:5] == 7).all() and state.tensor[5:].isnan().all()
 
