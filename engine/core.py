@@ -4,19 +4,20 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from mambalign.engine.capacity import PoolPlan, describe, plan_pools
+from mambalign.engine.capacity import describe, plan_pools
 from mambalign.engine.checkpoint import load_tokenizer, locate, read_facts
-from mambalign.engine.config import CheckpointFacts, EngineConfig, resolve
+from mambalign.engine.config import CheckpointFacts, ConfigError, EngineConfig, resolve
 from mambalign.engine.detokenizer import Detokenizer
 from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
 from mambalign.engine.request import Request
 from mambalign.engine.scheduler import Scheduler, SchedulerLimits
 from mambalign.worker.batch import RunnerOutput, SchedulerOutput
 from mambalign.worker.mamba_columns import cdiv
-from mambalign.worker.models.registry import load_model
+from mambalign.worker.models.registry import load_model, parse_config
 from mambalign.worker.runner_v1 import ModelRunnerV1, RunnerLimits
 from mambalign.worker.runner_v2 import ModelRunnerV2, PendingStep
 from mambalign.worker.state_cache import StateCache, bytes_per_kv_block, bytes_per_state
@@ -46,35 +47,40 @@ class EngineCore:
         self.facts: CheckpointFacts = read_facts(config.model.model, path)
         self.config = resolve(config, self.facts, cuda_available=torch.cuda.is_available())
         self.tokenizer = load_tokenizer(path)
-        say(f"loading {self.facts.name} ({self.config.model.dtype}, {self.config.model.device})")
-        dtype = getattr(torch, self.config.model.dtype)
-        self.model = load_model(path, dtype, self.config.model.device, show_progress=progress is not None)
         self.max_model_len: int = self.config.model.max_model_len
-        self.vocab_size: int = self.model.vocab_size
-        self.eos_token_ids: list[int] = list(self.model.eos_token_ids)
         self.spec_tokens: int = self.config.spec.spec_tokens
         self.spec_method: str | None = self.config.spec.spec_method
-        self._build_pools()
+        self._plan_memory(path)
+        say(f"loading {self.facts.name} ({self.config.model.dtype}, {self.config.model.device})")
+        dtype, device = getattr(torch, self.config.model.dtype), self.config.model.device
+        self.model = load_model(path, dtype, device, show_progress=progress is not None)
+        if self.spec_method == "mtp" and not self.model.has_mtp:
+            raise ConfigError(f"{self.facts.name} has no weights of an MTP head; use --spec-method ngram")
+        self.vocab_size: int = self.model.vocab_size
+        self.eos_token_ids: list[int] = list(self.model.eos_token_ids)
+        self.runner = self._make_runner()
         self._live: dict[str, LiveRequest] = {}
         self._endings: list[EngineOutput] = []  # of requests that ended between steps
         self._launched: deque[tuple[SchedulerOutput, RunnerOutput | PendingStep]] = deque()  # not booked yet
 
-    def _build_pools(self) -> None:
+    def _plan_memory(self, path: Path) -> None:
+        """Divide the cache memory into pools, from the checkpoint's configuration alone."""
         cache, scheduler = self.config.cache, self.config.scheduler
+        dtype, state_dtype = getattr(torch, self.config.model.dtype), getattr(torch, cache.mamba_ssm_cache_dtype)
         drafts_by_mtp = self.spec_method == "mtp"
-        attention_specs = self.model.attention_specs(with_drafter=drafts_by_mtp)
-        state_specs = self.model.state_specs(getattr(torch, cache.mamba_ssm_cache_dtype), with_drafter=drafts_by_mtp)
+        parsed = parse_config(path)
+        self._attention_specs = parsed.attention_specs(dtype, with_drafter=drafts_by_mtp)
+        self._state_specs = parsed.state_specs(dtype, state_dtype, with_drafter=drafts_by_mtp)
         lookahead = max(1, self.spec_tokens) if drafts_by_mtp else 0
-        block_tokens = self._mamba_block_tokens()
         sizes = dict(
-            kv_block_bytes=bytes_per_kv_block(attention_specs, cache.kv_block_size),
-            state_bytes=bytes_per_state(state_specs, self.model.conv_width, self.spec_tokens),
+            kv_block_bytes=bytes_per_kv_block(self._attention_specs, cache.kv_block_size),
+            state_bytes=bytes_per_state(self._state_specs, parsed.conv_kernel, self.spec_tokens),
             kv_block_tokens=cache.kv_block_size,
-            mamba_block_tokens=block_tokens,
+            mamba_block_tokens=self._mamba_block_tokens(),
             num_spec_tokens=self.spec_tokens,
             schedules_ahead=self._schedules_ahead,
         )
-        plan = plan_pools(
+        self._pools = plan_pools(
             cache_memory=cache.cache_memory,
             mamba_fraction=cache.mamba_cache_fraction,
             max_num_seqs=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
@@ -82,24 +88,36 @@ class EngineCore:
             num_lookahead_tokens=lookahead,
             **sizes,
         )
-        self.plan = self._describe_options() + describe(plan, prefix_caching=cache.enable_prefix_caching, **sizes)
-        self.scheduler = Scheduler(self._limits(plan, block_tokens, lookahead), self._append_token)
-        self.state_cache = StateCache.allocate(
-            attention_specs,
-            state_specs,
-            num_kv_blocks=plan.num_kv_blocks,
-            num_mamba_blocks=plan.num_mamba_blocks,
+        self.plan = self._describe_options()
+        self.plan += describe(self._pools, prefix_caching=cache.enable_prefix_caching, **sizes)
+        self.scheduler = Scheduler(self._limits(lookahead), self._append_token)
+
+    def _make_runner(self) -> ModelRunnerV1 | ModelRunnerV2:
+        """Allocate both pools, and the runner over them."""
+        options, cache = self.config.runner, self.config.cache
+        state_cache = StateCache.allocate(
+            self._attention_specs,
+            self._state_specs,
+            num_kv_blocks=self._pools.num_kv_blocks,
+            num_mamba_blocks=self._pools.num_mamba_blocks,
             kv_block_tokens=cache.kv_block_size,
-            mamba_block_tokens=block_tokens,
+            mamba_block_tokens=self._mamba_block_tokens(),
             conv_layout=cache.mamba_conv_layout,
             conv_width=self.model.conv_width,
             num_spec_tokens=self.spec_tokens,
             device=self.config.model.device,
         )
-        runner = ModelRunnerV2 if self._schedules_ahead else ModelRunnerV1
-        rate = self.config.runner.check_fused_copy_rate if self.config.runner.check_fused_copy else 0.0
-        limits = RunnerLimits(plan.max_num_seqs, self.max_model_len, self.spec_tokens, self.spec_method, rate)
-        self.runner = runner(self.model, self.state_cache, limits)
+        limits = RunnerLimits(
+            max_num_seqs=self._pools.max_num_seqs,
+            max_model_len=self.max_model_len,
+            num_spec_tokens=self.spec_tokens,
+            spec_method=self.spec_method,
+            check_fused_copy_rate=options.check_fused_copy_rate if options.check_fused_copy else 0.0,
+        )
+        make = ModelRunnerV2 if self._schedules_ahead else ModelRunnerV1
+        runner = make(self.model, state_cache, limits)
+        self.plan.append(f"migration buffers: {runner.align_ctx.staging_bytes / 1024:,.1f} KiB on {options.runner}")
+        return runner
 
     @property
     def _schedules_ahead(self) -> bool:
@@ -113,17 +131,17 @@ class EngineCore:
             return cache.mamba_block_size
         return cdiv(self.max_model_len + self.spec_tokens + 1, cache.kv_block_size) * cache.kv_block_size
 
-    def _limits(self, plan: PoolPlan, block_tokens: int, lookahead: int) -> SchedulerLimits:
+    def _limits(self, lookahead: int) -> SchedulerLimits:
         cache = self.config.cache
         return SchedulerLimits(
-            max_num_seqs=plan.max_num_seqs,
+            max_num_seqs=self._pools.max_num_seqs,
             max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             num_spec_tokens=self.spec_tokens,
             kv_block_tokens=cache.kv_block_size,
-            mamba_block_tokens=block_tokens,
-            num_kv_blocks=plan.num_kv_blocks,
-            num_mamba_blocks=plan.num_mamba_blocks,
+            mamba_block_tokens=self._mamba_block_tokens(),
+            num_kv_blocks=self._pools.num_kv_blocks,
+            num_mamba_blocks=self._pools.num_mamba_blocks,
             enable_prefix_caching=cache.enable_prefix_caching,
             num_lookahead_tokens=lookahead,
             schedules_ahead=self._schedules_ahead,

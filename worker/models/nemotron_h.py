@@ -64,6 +64,23 @@ class NemotronHConfig:
         """Channels of the conv: x, B and C."""
         return self.mamba_width + 2 * self.n_groups * self.ssm_state_size
 
+    def attention_specs(self, dtype: torch.dtype, with_drafter: bool) -> list[AttentionSpec]:
+        """KV shape of each attention layer: the target's, then the drafter's. Needs no weight."""
+        kinds = self.layers + (self.mtp_layers if with_drafter else ())
+        names = [f"attention.{i}" for i in range(kinds.count(ATTENTION))]
+        return [AttentionSpec(name, self.num_key_value_heads, self.head_dim, dtype) for name in names]
+
+    def state_specs(self, dtype: torch.dtype, temporal_dtype: torch.dtype, with_drafter: bool) -> list[StateSpec]:
+        """Conv and temporal state of each Mamba layer, and the drafter's carry. Needs no weight."""
+        specs = []
+        temporal_shape = (self.mamba_num_heads, self.mamba_head_dim, self.ssm_state_size)
+        for i in range(self.layers.count(MAMBA)):
+            specs.append(StateSpec(f"conv.{i}", "conv", (self.conv_dim,), dtype))
+            specs.append(StateSpec(f"temporal.{i}", "temporal", temporal_shape, temporal_dtype))
+        if with_drafter:
+            specs.append(StateSpec("carry", "carry", (self.hidden_size,), dtype))
+        return specs
+
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "NemotronHConfig":
         """Read a published config.json. Raises CheckpointError for what cannot be served, naming the field."""
@@ -187,20 +204,11 @@ class NemotronH:
 
     def attention_specs(self, with_drafter: bool = True) -> list[AttentionSpec]:
         """KV shape of each attention layer: the target's, then the drafter's."""
-        kinds = self.config.layers + (self.config.mtp_layers if self.mtp and with_drafter else ())
-        names = [f"attention.{i}" for i in range(kinds.count(ATTENTION))]
-        return [AttentionSpec(n, self.config.num_key_value_heads, self.config.head_dim, self.dtype) for n in names]
+        return self.config.attention_specs(self.dtype, with_drafter=with_drafter and self.has_mtp)
 
     def state_specs(self, temporal_dtype: torch.dtype = torch.float32, with_drafter: bool = True) -> list[StateSpec]:
         """Conv and temporal state of each Mamba layer, and the carry when there is an MTP head."""
-        config, specs = self.config, []
-        temporal_shape = (config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)
-        for i in range(config.layers.count(MAMBA)):
-            specs.append(StateSpec(f"conv.{i}", "conv", (config.conv_dim,), self.dtype))
-            specs.append(StateSpec(f"temporal.{i}", "temporal", temporal_shape, temporal_dtype))
-        if self.mtp and with_drafter:
-            specs.append(StateSpec("carry", "carry", (self.hidden_size,), self.dtype))
-        return specs
+        return self.config.state_specs(self.dtype, temporal_dtype, with_drafter=with_drafter and self.has_mtp)
 
     def forward(self, batch: ForwardBatch, cache: StateCache) -> torch.Tensor:
         """Run the target over the batch's T tokens; leaves keys and states in the cache.

@@ -6,17 +6,15 @@ import torch
 
 from mambalign.kernels.linear import check_linear_invariance
 from mambalign.worker.models.loader import CheckpointError, Weights, read_config
-from mambalign.worker.models.nemotron_h import NemotronH
+from mambalign.worker.models.nemotron_h import NemotronH, NemotronHConfig
 
 FAMILIES = {"nemotron_h": NemotronH}  # config.json's model_type -> class
 
 
-def load_model(
-    path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu", show_progress: bool = True
-) -> NemotronH:
-    """Load the checkpoint folder `path`, and prove its linear layers batch-invariant on this machine.
+def parse_config(path: str | Path) -> NemotronHConfig:
+    """Read the checkpoint folder's config.json; no weight.
 
-    Raises CheckpointError for a family that is not served, a configuration that is not, or weights that do not fit.
+    Raises CheckpointError for a family that is not served, or a configuration of it that is not.
     """
     folder = Path(path)
     config = read_config(folder)
@@ -25,9 +23,19 @@ def load_model(
         raise CheckpointError(
             f"{folder} is a {config.get('model_type')!r} model; families served: {', '.join(sorted(FAMILIES))}"
         )
-    parsed = family.parse_config(config)
-    weights = Weights(folder, dtype, device, show_progress)
-    model = family(parsed, weights)
+    return family.parse_config(config)
+
+
+def load_model(
+    path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu", show_progress: bool = True
+) -> NemotronH:
+    """Load the checkpoint folder `path`, and prove its linear layers batch-invariant on this machine.
+
+    Raises CheckpointError for what `parse_config` refuses, and for weights that do not fit.
+    """
+    parsed = parse_config(path)
+    weights = Weights(Path(path), dtype, device, show_progress)
+    model = NemotronH(parsed, weights)
     weights.finish()
     check_linear_invariance(model.linear_weights())
     return model
