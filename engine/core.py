@@ -2,7 +2,8 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mambalign.engine.request import Request
 from mambalign.engine.scheduler import Scheduler, SchedulerLimits
 from mambalign.worker.batch import RunnerOutput, SchedulerOutput
 from mambalign.worker.mamba_columns import cdiv
+from mambalign.worker.models.loader import CheckpointError
 from mambalign.worker.models.registry import load_model, parse_config
 from mambalign.worker.runner_v1 import ModelRunnerV1, RunnerLimits
 from mambalign.worker.runner_v2 import ModelRunnerV2, PendingStep
@@ -32,6 +34,15 @@ class LiveRequest:
     request: Request
     detokenizer: Detokenizer
     new_text: str = ""
+
+
+@contextmanager
+def refused_checkpoints(name: str) -> Iterator[None]:
+    """A checkpoint that cannot be served is the user's mistake, like a wrong option."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise ConfigError(f"model {name}: {error}") from error
 
 
 class EngineCore:
@@ -53,7 +64,8 @@ class EngineCore:
         self._plan_memory(path)
         say(f"loading {self.facts.name} ({self.config.model.dtype}, {self.config.model.device})")
         dtype, device = getattr(torch, self.config.model.dtype), self.config.model.device
-        self.model = load_model(path, dtype, device, show_progress=progress is not None)
+        with refused_checkpoints(self.facts.name):
+            self.model = load_model(path, dtype, device, show_progress=progress is not None)
         if self.spec_method == "mtp" and not self.model.has_mtp:
             raise ConfigError(f"{self.facts.name} has no weights of an MTP head; use --spec-method ngram")
         self.vocab_size: int = self.model.vocab_size
@@ -68,7 +80,8 @@ class EngineCore:
         cache, scheduler = self.config.cache, self.config.scheduler
         dtype, state_dtype = getattr(torch, self.config.model.dtype), getattr(torch, cache.mamba_ssm_cache_dtype)
         drafts_by_mtp = self.spec_method == "mtp"
-        parsed = parse_config(path)
+        with refused_checkpoints(self.facts.name):
+            parsed = parse_config(path)
         self._attention_specs = parsed.attention_specs(dtype, with_drafter=drafts_by_mtp)
         self._state_specs = parsed.state_specs(dtype, state_dtype, with_drafter=drafts_by_mtp)
         lookahead = max(1, self.spec_tokens) if drafts_by_mtp else 0
