@@ -3,11 +3,11 @@
     python scripts/train_default_model.py --out DIR --minutes 9            # on one GPU
     python scripts/train_default_model.py --out DIR --resume DIR/checkpoint --minutes 6
 
-Data, order and initial weights follow from `--seed` and the installed packages (sums on a GPU may still differ in
-their last bits). The learning rate warms up, stays, and falls to zero
-over the last `--decay-share` of the time; with `--minutes` the step where the fall starts is taken from the clock
-and printed, and `--decay-start N --steps M` repeats such a run exactly. The checkpoint (fp32 weights, bf16 moments,
-shards under 16 MiB) is always from before the fall, so that a resumed run goes on where learning was still fast.
+Data, order and initial weights follow from `--seed` and the installed packages; sums on a GPU may still differ in
+their last bits. The learning rate warms up, stays, and falls to zero over the last `--decay-share` of the time. With
+`--minutes` the step where the fall starts is taken from the clock and printed; `--decay-start N --steps M` repeats
+that run. The checkpoint (fp32 weights, bf16 moments, shards under 16 MiB) is always from before the fall, so that a
+resumed run goes on where learning was still fast. The shipped model: `--decay-start 7628 --steps 12181`.
 """
 
 import argparse
