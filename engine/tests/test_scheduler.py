@@ -297,6 +297,22 @@ def test_superseded_decode_boundaries_leave_first() -> None:
     assert [engine.generate(other, 1).num_cached_tokens for other in others] == [16, 16]
 
 
+def test_copies_that_are_computed_again_stay_young() -> None:
+    """What a text shares with an older one is computed again for want of a state.
+
+    The older copies lead to the text's own blocks: a text that came in between is evicted before them.
+    """
+    engine = make_engine(num_kv_blocks=1 + 10 + 10 + 11)
+    beginning = prompt(28)
+    engine.generate([*beginning, 0, *prompt(11, 1)], 1)
+    engine.generate([1, *prompt(39, 2)], 1)  # in between
+    parted = [*beginning, 1, *prompt(11, 3)]
+    assert engine.generate(parted, 1).num_cached_tokens == 0 == engine.num_evictions
+    engine.generate([2, *prompt(48, 4)], 1)
+    assert engine.num_evictions == 5
+    assert engine.generate(parted, 1).num_cached_tokens == 32
+
+
 # at the door
 
 
