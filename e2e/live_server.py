@@ -1,0 +1,116 @@
+"""A real `serve` process, started as a user would: console script, free port, everything else by options."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 120.0  # a loaded machine imports torch twice
+
+
+def serve_command() -> list[str]:
+    """The `serve` of this Python's environment; its module, where no script was installed."""
+    script = Path(sys.executable).parent / "serve"
+    return [str(script)] if script.exists() else [sys.executable, "-m", "mambalign.engine.cli"]
+
+
+class LiveServer:
+    """Listens on a port of its own choice. `output` is all that it has printed."""
+
+    def __init__(self, arguments: Sequence[str] = (), *, port: int = 0):
+        self.process = subprocess.Popen(
+            [*serve_command(), "--port", str(port), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._url: str | None = None
+
+    def __enter__(self) -> "LiveServer":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+
+    def _read(self) -> None:
+        self.lines.extend(iter(self.process.stdout.readline, ""))
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    @property
+    def url(self) -> str:
+        """`http://host:port`; waits until requests can be sent there."""
+        if self._url is None:
+            self._url = self.wait_line(r"^serving \S+ at (http://\S+)/v1")[1]
+        return self._url
+
+    def wait_line(self, pattern: str, seconds: float = START_SECONDS) -> re.Match[str]:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if match := re.search(pattern, self.output, re.MULTILINE):
+                return match
+            if self.process.poll() is not None and not self._reader.is_alive():
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"no line like {pattern!r} in:\n{self.output}")
+
+    def engine_pid(self) -> int:
+        """The one child of the server."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        assert len(children) == 1, children
+        return int(children[0])
+
+    def metrics(self) -> dict[str, float]:
+        """`/metrics`, by name (and labels, as they are written) without the prefix."""
+        status, text = call(f"{self.url}/metrics")
+        assert status == 200, text
+        lines = [line for line in text.splitlines() if line.startswith("mambalign:")]
+        pairs = (line.removeprefix("mambalign:").rsplit(" ", 1) for line in lines)
+        return {name: float(value) for name, value in pairs}
+
+    def stop(self, seconds: float = 60) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait_exit(seconds)
+
+    def wait_exit(self, seconds: float = 60) -> int:
+        code = self.process.wait(seconds)
+        self._reader.join(5)
+        return code
+
+    def kill(self) -> None:
+        """The process and the one that it started; nothing happens when both have ended."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(5)
+
+
+def call(url: str, body: Any = None) -> tuple[int, Any]:
+    """GET, or POST of a JSON body; the status and the decoded answer."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            status, text = response.status, response.read()
+    except urllib.error.HTTPError as error:
+        status, text = error.code, error.read()
+    try:
+        return status, json.loads(text)
+    except ValueError:
+        return status, text.decode()
