@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from mambalign.kernels.linear import check_linear_invariance
+from mambalign.worker.cpu import keep_freed_memory
 from mambalign.worker.models.loader import CheckpointError, Weights, read_config
 from mambalign.worker.models.nemotron_h import NemotronH, NemotronHConfig
 
@@ -16,6 +17,8 @@ def parse_config(path: str | Path) -> NemotronHConfig:
 
     Raises CheckpointError for a family that is not served, or a configuration of it that is not.
     """
+    if torch.device(device).type == "cpu":
+        keep_freed_memory()
     folder = Path(path)
     config = read_config(folder)
     family = FAMILIES.get(config.get("model_type"))
