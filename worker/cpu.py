@@ -1,11 +1,6 @@
-"""What a process that computes on a CPU should set. Imports no torch: `ENVIRONMENT` has to be there before torch is."""
+"""What a process that computes on a CPU asks of the C library."""
 
 import ctypes
-
-# Threads of one operation wait for each other at its end. By default they spin for milliseconds, and a machine that
-# has anything else to run then stands still (measured: 24 ms for a product of 30 us); if they sleep at once, each
-# operation pays for waking them. About 10 us of spinning costs neither.
-ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _LARGEST_HEAP_BUFFER = 32 << 20  # the most that glibc takes from the heap

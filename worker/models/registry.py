@@ -17,8 +17,6 @@ def parse_config(path: str | Path) -> NemotronHConfig:
 
     Raises CheckpointError for a family that is not served, or a configuration of it that is not.
     """
-    if torch.device(device).type == "cpu":
-        keep_freed_memory()
     folder = Path(path)
     config = read_config(folder)
     family = FAMILIES.get(config.get("model_type"))
@@ -37,6 +35,8 @@ def load_model(
     Raises CheckpointError for what `parse_config` refuses, and for weights that do not fit.
     """
     parsed = parse_config(path)
+    if torch.device(device).type == "cpu":
+        keep_freed_memory()
     weights = Weights(Path(path), dtype, device, show_progress)
     model = NemotronH(parsed, weights)
     weights.finish()
