@@ -22,7 +22,7 @@ def batch_memcpy_kernel(p_sources, p_dests, p_sizes, COPY_BLOCK_SIZE: tl.constex
     """
     i = tl.program_id(0)
     source, dest, size = tl.load(p_sources + i), tl.load(p_dests + i), tl.load(p_sizes + i)
-    access_size = tl.where((source | dest | size) % 8 == 0, 8, 1)
+    access_size = tl.where((source | dest | size) % 16 == 0, 16, 1)
     _move_shifted(source, dest, size * 0, size, size, access_size, COPY_BLOCK_SIZE)
 
 

@@ -37,7 +37,7 @@ class StateMeta(NamedTuple):
     state_len: int  # conv slots, 1 for others
     row_count: int  # stored rows of a conv block: state_len slots (SD) or dim channels (DS)
     row_stride: int  # bytes of one stored row
-    access_size: int  # 16, 8 or 1: widest access that base, stride and size allow
+    access_size: int  # 16 where base, stride and size allow it, else 1
     first_tile: int
     tile_size: int  # bytes of the destination that one tile covers
 
@@ -87,11 +87,11 @@ def _describe(state: MambaState, dim_first: bool, copy_block_size: int, first_ti
             raise ValueError(f"a conv state has 3 dimensions, [blocks, state_len, dim] or its DS form: {tensor.shape}")
         row_count, row_stride = tensor.shape[1], tensor.shape[2] * element_size
         state_len = tensor.shape[2 if dim_first else 1]
-        if dim_first:  # whole rows, eight at a time so that tiles begin on a word
-            tile_size = max(8, copy_block_size // row_stride // 8 * 8) * row_stride
+        if dim_first:  # whole rows, sixteen at a time so that tiles begin on an aligned address
+            tile_size = max(16, copy_block_size // row_stride // 16 * 16) * row_stride
         else:
             alignment = gcd(alignment, row_stride)
-    access_size = next(size for size in (16, 8, 1) if alignment % size == 0)
+    access_size = 16 if alignment % 16 == 0 else 1
     return StateMeta(
         tensor.data_ptr(), block_stride, element_size, inner_size, STATE_KINDS[state.kind], state.group, state_len,
         row_count, row_stride, access_size, first_tile, tile_size,
@@ -99,36 +99,41 @@ def _describe(state: MambaState, dim_first: bool, copy_block_size: int, first_ti
 
 
 @triton.jit
-def _move_vectors(source, dest, num_bytes, COPY_BLOCK_SIZE: tl.constexpr):
-    """At most COPY_BLOCK_SIZE bytes between addresses that do not overlap; everything a multiple of 16."""
-    o = tl.arange(0, COPY_BLOCK_SIZE // 8)
-    p_source = tl.multiple_of(source.to(tl.pointer_type(tl.int64)) + o, 16)
-    p_dest = tl.multiple_of(dest.to(tl.pointer_type(tl.int64)) + o, 16)
-    mask = o < num_bytes // 16 * 2
-    tl.store(p_dest, tl.load(p_source, mask=mask), mask=mask)
+def _next_unit(p_tickets, num_programs):
+    """The next tile that nobody has taken; the first `num_programs` belong to the programs without asking."""
+    return num_programs + tl.atomic_add(p_tickets, 1, sem="relaxed")
+
+
+@triton.jit
+def _return_tickets(p_tickets, num_programs):
+    """The last program to leave clears the counters for the next launch."""
+    if tl.atomic_add(p_tickets + 1, 1, sem="relaxed") == num_programs - 1:
+        tl.store(p_tickets, 0)
+        tl.store(p_tickets + 1, 0)
 
 
 @triton.jit
 def _move_words(source, dest, shift, num_bytes, source_bytes, COPY_BLOCK_SIZE: tl.constexpr):
-    """`dest[k] = source[k + shift]` for k < num_bytes, like memmove; the rest of the last word written is undefined.
+    """`dest[k] = source[k + shift]` for k < num_bytes, like memmove for a move to the left.
 
-    source, dest and source_bytes (what may be read) are multiples of 8, shift is any number of bytes.
+    source, dest and source_bytes (what may be read) are multiples of 16, shift is any number of bytes. The last 16
+    bytes that are written may lie in part past num_bytes; those are undefined.
     """
-    WORDS: tl.constexpr = COPY_BLOCK_SIZE // 16
+    WORDS: tl.constexpr = COPY_BLOCK_SIZE // 8
     skipped, bits = shift // 8, (shift % 8 * 8).to(tl.uint64)
     straddles = shift % 8 > 0  # a word of dest lies across two of source
-    high_words = tl.where(straddles, source_bytes // 8 - skipped, 0)
-    num_words = (num_bytes + 7) // 8
+    source_words = source_bytes // 8 - skipped
+    high_words = tl.where(straddles, source_words, 0)
+    num_words = (num_bytes + 15) // 16 * 2
     p_source = source.to(tl.pointer_type(tl.uint64)) + skipped
     p_dest = dest.to(tl.pointer_type(tl.uint64))
     for start in range(0, num_words, WORDS):
         o = start + tl.arange(0, WORDS)
-        mask = o < num_words
-        low = tl.load(p_source + o, mask=mask, other=0)
-        high = tl.load(p_source + o + 1, mask=mask & (o + 1 < high_words), other=0)
+        low = tl.load(p_source + o, mask=o < tl.minimum(num_words, source_words), other=0)
+        high = tl.load(p_source + o + 1, mask=o + 1 < tl.minimum(num_words + 1, high_words), other=0)
         word = tl.where(straddles, (low >> bits) | (high << ((64 - bits) & 63)), low)
         tl.debug_barrier()  # every thread has read before one writes
-        tl.store(tl.multiple_of(p_dest + o, 8), word, mask=mask)
+        tl.store(tl.multiple_of(p_dest + o, 16), word, mask=o < num_words)
 
 
 @triton.jit
@@ -147,7 +152,7 @@ def _move_bytes(source, dest, num_bytes, COPY_BLOCK_SIZE: tl.constexpr):
 @triton.jit
 def _move_shifted(source, dest, shift, num_bytes, source_bytes, access_size, COPY_BLOCK_SIZE: tl.constexpr):
     """`dest[k] = source[k + shift]` for k < num_bytes."""
-    if access_size >= 8:
+    if access_size == 16:
         _move_words(source, dest, shift, num_bytes, source_bytes, COPY_BLOCK_SIZE)
     else:
         _move_bytes(source + shift, dest, num_bytes, COPY_BLOCK_SIZE)
@@ -162,6 +167,8 @@ def _copy_mamba_state_block(
     source_column,
     dest_column,
     token_bias,
+    p_tickets,
+    num_programs,
     COPY_BLOCK_SIZE: tl.constexpr,
     CONV_STATE_DIM_FIRST: tl.constexpr,
 ):
@@ -170,6 +177,7 @@ def _copy_mamba_state_block(
     p_meta: the state's metadata. p_table: the row's block tables, `[groups, table_width]`.
     A tile owns a span of the destination block: rows of a DS conv state (shifted within themselves), bytes of any
     other. Within one block an SD conv state is cut along dim instead, and every tile moves its channels slot by slot.
+    Returns the running number of the program's next tile.
     """
     kind, access_size = tl.load(p_meta + _KIND), tl.load(p_meta + _ACCESS_SIZE)
     inner_size, tile_size = tl.load(p_meta + _INNER_SIZE), tl.load(p_meta + _TILE_SIZE)
@@ -186,46 +194,34 @@ def _copy_mamba_state_block(
     dest_block = tl.load(p_table + dest_column).to(tl.int64)
     source, dest = base + source_block * block_stride, base + dest_block * block_stride
 
-    if kind != _CONV:
-        if source_block != dest_block:
-            if access_size == 16:
-                _move_vectors(source + offset, dest + offset, span, COPY_BLOCK_SIZE)
-            else:
-                zero = offset * 0
-                _move_shifted(source + offset, dest + offset, zero, span, span, access_size, COPY_BLOCK_SIZE)
+    if (kind != _CONV) & (access_size == 16):  # nearly all bytes: one vector a tile, the ticket while it is read
+        o = tl.arange(0, COPY_BLOCK_SIZE // 8)
+        p_source = tl.multiple_of((source + offset).to(tl.pointer_type(tl.int64)) + o, 16)
+        p_dest = tl.multiple_of((dest + offset).to(tl.pointer_type(tl.int64)) + o, 16)
+        mask = o < tl.where(source_block == dest_block, 0, span // 16) * 2
+        value = tl.load(p_source, mask=mask)
+        unit = _next_unit(p_tickets, num_programs)
+        tl.store(p_dest, value, mask=mask)
     else:
-        if CONV_STATE_DIM_FIRST:
-            shift = token_bias * element_size
-            if (source_block != dest_block) | (shift > 0):
-                _move_shifted(
-                    source + offset, dest + offset, shift, span - shift, span, access_size, COPY_BLOCK_SIZE
-                )
-        else:
-            shift = token_bias * row_stride
-            if source_block != dest_block:
-                rest = inner_size - offset
-                num_bytes = tl.minimum(span, rest - shift)
-                _move_shifted(source + offset, dest + offset, shift, num_bytes, rest, access_size, COPY_BLOCK_SIZE)
-            elif shift > 0:
-                span = tl.minimum(tile_size, row_stride - offset)
-                zero = offset * 0
+        unit = _next_unit(p_tickets, num_programs)
+        shift, rest = span * 0, span
+        if kind == _CONV:
+            if CONV_STATE_DIM_FIRST:
+                shift = token_bias * element_size
+            else:
+                shift, rest = token_bias * row_stride, inner_size - offset
+        if source_block != dest_block:
+            num_bytes = tl.minimum(span, rest - shift)
+            _move_shifted(source + offset, dest + offset, shift, num_bytes, rest, access_size, COPY_BLOCK_SIZE)
+        elif shift > 0:
+            if CONV_STATE_DIM_FIRST:
+                _move_shifted(source + offset, dest + offset, shift, span - shift, span, access_size, COPY_BLOCK_SIZE)
+            else:
+                lanes = tl.minimum(tile_size, row_stride - offset)
                 for slot in range(0, inner_size - shift, row_stride):
                     to = dest + offset + slot
-                    _move_shifted(to + shift, to, zero, span, span, access_size, COPY_BLOCK_SIZE)
-
-
-@triton.jit
-def _next_unit(p_tickets, num_programs):
-    """The next tile that nobody has taken; the first `num_programs` belong to the programs without asking."""
-    return num_programs + tl.atomic_add(p_tickets, 1)
-
-
-@triton.jit
-def _return_tickets(p_tickets, num_programs):
-    """The last program to leave clears the counters for the next launch."""
-    if tl.atomic_add(p_tickets + 1, 1) == num_programs - 1:
-        tl.store(p_tickets, 0)
-        tl.store(p_tickets + 1, 0)
+                    _move_shifted(to + shift, to, shift * 0, lanes, lanes, access_size, COPY_BLOCK_SIZE)
+    return unit
 
 
 def bytes_at(address: int, num_bytes: int) -> torch.Tensor:

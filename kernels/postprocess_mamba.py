@@ -9,7 +9,6 @@ from mambalign.kernels.mamba_state_copy import (
     META_FIELDS,
     StateMeta,
     _copy_mamba_state_block,
-    _next_unit,
     _return_tickets,
     copy_mamba_state_block_reference,
 )
@@ -72,11 +71,10 @@ def postprocess_mamba_fused_kernel(
         while unit < first_unit + num_tiles:
             i_tile = unit - first_unit
             p_meta = p_state_meta + tl.load(p_tile_state + i_tile) * META_FIELDS
-            _copy_mamba_state_block(
+            unit = _copy_mamba_state_block(
                 p_meta, p_table, table_width, i_tile, source_column, dest_column, token_bias,
-                COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST,
+                p_tickets, num_programs, COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST,
             )  # fmt: skip
-            unit = _next_unit(p_tickets, num_programs)
         first_unit += num_tiles
     if first_unit > 0:
         _return_tickets(p_tickets, num_programs)

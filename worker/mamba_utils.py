@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mambalign.worker.fused_copy_check import FusedCopyChecker, Mismatch
     from mambalign.worker.slot_batch import SlotBatch
 
-COPY_BLOCK_SIZE = 16384  # bytes that a program holds in registers at a time
+COPY_BLOCK_SIZE = 8192  # bytes that a program holds in registers at a time
 INTERPRETED_COPY_BLOCK_SIZE = 1 << 18  # the interpreter pays by the tile, whatever its size
 
 
