@@ -20,9 +20,9 @@ KERNEL_MODULES = (
     "preprocess_mamba_align",
 )
 
-if not torch.cuda.is_available() and os.environ.get(INTERPRET) != "1":
-    if "triton" in sys.modules:
-        raise pytest.UsageError(f"triton is imported already: name kernels/tests first, or set {INTERPRET}=1")
+IMPORTED_TOO_EARLY = "triton" in sys.modules and os.environ.get(INTERPRET) != "1"
+
+if not torch.cuda.is_available() and os.environ.get(INTERPRET) != "1" and not IMPORTED_TOO_EARLY:
     os.environ[INTERPRET] = "1"
     for module in KERNEL_MODULES:
         importlib.import_module(f"mambalign.kernels.{module}")
@@ -35,6 +35,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
     """Device whose tensors the kernels run on, compiled or interpreted."""
     if torch.cuda.is_available():
         return "cuda"
+    if IMPORTED_TOO_EARLY:
+        pytest.fail(f"triton was imported without its interpreter: run kernels/tests first or alone, or set {INTERPRET}=1")
     monkeypatch.setenv(INTERPRET, "1")
     monkeypatch.setattr("mambalign.kernels.launch.INTERPRETED", True)
     return "cpu"
