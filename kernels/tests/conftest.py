@@ -36,7 +36,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
     if torch.cuda.is_available():
         return "cuda"
     if IMPORTED_TOO_EARLY:
-        pytest.fail(f"triton was imported without its interpreter: run kernels/tests first or alone, or set {INTERPRET}=1")
+        pytest.fail(f"triton was imported without its interpreter: run kernels/tests first, or set {INTERPRET}=1")
     monkeypatch.setenv(INTERPRET, "1")
     monkeypatch.setattr("mambalign.kernels.launch.INTERPRETED", True)
     return "cpu"
