@@ -4,14 +4,15 @@
 lookup must find as long as nothing was evicted.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mambalign.engine.block_pool import BlockPool
 from mambalign.engine.request import Request, RequestStatus
 from mambalign.engine.scheduler import Scheduler, SchedulerLimits
-from mambalign.worker.batch import NewRow, ScheduledRow, SchedulerOutput
+from mambalign.worker.batch import NewRow, RunnerOutput, ScheduledRow, SchedulerOutput
 from mambalign.worker.sampling_params import SamplingParams
 from mambalign.worker.tests.symbolic_runner import DraftPlan, SymbolicLimits, SymbolicRunner, states_of, true_text
 
@@ -49,9 +50,9 @@ class CacheOracle:
             self.wanted[request.request_id].add(last - size)
         return hit, match
 
-    def advance(self, request: Request, row: ScheduledRow, end: int, states: list[int]) -> None:
+    def advance(self, request: Request, row: ScheduledRow, n: int, end: int, states: list[int]) -> None:
         """The row's step took its text from n to `end` committed tokens."""
-        n, size, salt = row.num_computed_tokens, self.mamba_block_tokens, request.cache_salt
+        size, salt = self.mamba_block_tokens, request.cache_salt
         self.kv.update((salt, states[i]) for i in range(self.kv_block_tokens, end + 1, self.kv_block_tokens))
         kept = {end // size * size} if row.is_decode else self.wanted[request.request_id]
         self.states.update((salt, states[m]) for m in kept if n < m <= end)
@@ -61,8 +62,19 @@ class CacheOracle:
         self.states.clear()
 
 
+class Launched(NamedTuple):
+    """A step that has run, with the results that the scheduler may not know yet."""
+
+    scheduled: SchedulerOutput
+    output: RunnerOutput
+    spans: dict[str, tuple[int, int]]  # request -> n before and after
+
+
 class SymbolicEngine:
-    """Add, step, abort, reset: a whole engine without a model. Every call checks what can be checked."""
+    """Add, step, abort, reset: a whole engine without a model. Every call checks what can be checked.
+
+    With `limits.schedules_ahead` a step is planned and run before the results of the last one are booked.
+    """
 
     def __init__(self, limits: SchedulerLimits, draft_plan: DraftPlan = no_drafts, conv_width: int = 4):
         self.limits = limits
@@ -77,6 +89,7 @@ class SymbolicEngine:
             num_kv_blocks=limits.num_kv_blocks,
             num_mamba_blocks=limits.num_mamba_blocks,
             num_lookahead_tokens=limits.num_lookahead_tokens,
+            schedules_ahead=limits.schedules_ahead,
             vocab_size=VOCAB_SIZE,
         )
         self.runner = SymbolicRunner(symbolic, draft_plan)
@@ -84,7 +97,9 @@ class SymbolicEngine:
         self.stop_after: dict[str, int] = {}  # request id -> tokens of output at which a stop token comes
         self.requests: list[Request] = []
         self.endings: Counter[str] = Counter()
-        self.num_evictions = self.num_steps = 0
+        self.num_evictions = self.num_steps = self.num_steps_ahead = 0
+        self._launched: deque[Launched] = deque()
+        self._admitted = -1  # latest request that ran
         self._named: dict[bytes, tuple[str, list[int], int]] = {}  # hash -> salt, states, tokens
         self._hash_of: dict[tuple[str, int], bytes] = {}
         self._sealed: dict[str, dict[int, bytes]] = {"kv": {}, "mamba": {}}
@@ -120,11 +135,14 @@ class SymbolicEngine:
         choice: int = 0,
         salt: str = "",
         stop_after: int | None = None,
+        needs_host: bool = False,
     ) -> Request:
+        """`needs_host`: the next token depends on the text before it, so that the row cannot run ahead of results."""
+        penalty = 1.1 if needs_host else 1.0
         request = Request(
             request_id=f"r{len(self.requests)}",
             prompt_token_ids=list(prompt),
-            params=SamplingParams(max_tokens=max_tokens, seed=seed),
+            params=SamplingParams(max_tokens=max_tokens, seed=seed, repetition_penalty=penalty),
             choice=choice,
             cache_salt=salt,
         )
@@ -158,25 +176,29 @@ class SymbolicEngine:
     # a step
 
     def step(self) -> SchedulerOutput:
-        """One step; returns what was scheduled, rows in batch order."""
+        """Run one step, and book all but the `schedules_ahead` latest; returns what was scheduled, in batch order."""
         scheduler = self.scheduler
         preemptions = scheduler.counters.preemptions
         scheduled = scheduler.schedule()
         self._check_plan(scheduled, scheduler.counters.preemptions - preemptions)
         for new in scheduled.new_rows:
             self._check_hit(new)
-        output = self.runner.execute_model(scheduled)
         self.num_steps += 1
-        for (request, gained, *_), row in zip(scheduler.update(scheduled, output), scheduled.rows, strict=True):
-            self._book(request, gained, row)
-        self._seal()
+        if scheduled.rows:
+            self.num_steps_ahead += bool(self._launched)
+            self._launched.append(Launched(scheduled, self.runner.execute_model(scheduled), self.runner.spans))
+        while len(self._launched) > (self.limits.schedules_ahead and bool(scheduled.rows)):
+            self._book_step(self._launched.popleft())
         scheduler.check()
         return scheduled
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work() or bool(self._launched)
 
     def run(self) -> list[SchedulerOutput]:
         """Step until nothing is left."""
         steps = []
-        while self.scheduler.has_work():
+        while self.has_work():
             steps.append(self.step())
         return steps
 
@@ -185,15 +207,15 @@ class SymbolicEngine:
         request = self.add(prompt, max_tokens, **options)
         while request.status is not RequestStatus.FINISHED:
             self.step()
-        return request
+        return request  # with schedules_ahead, a step of it may still be in flight
 
     def _check_plan(self, scheduled: SchedulerOutput, num_preemptions: int) -> None:
         limits, scheduler = self.limits, self.scheduler
-        assert scheduled.rows, "a step that schedules nothing"
+        assert scheduled.rows or self._launched, "a step that schedules nothing"
         assert sum(row.num_tokens for row in scheduled.rows) <= limits.max_num_batched_tokens
         assert len(scheduled.rows) <= limits.max_num_seqs
         assert len({row.request_id for row in scheduled.rows}) == len(scheduled.rows)
-        if not num_preemptions:
+        if not num_preemptions and not self._launched:
             starved = {r.request_id for r in scheduler.running} - {row.request_id for row in scheduled.rows}
             assert not starved, f"running without a row: {starved}"
         for row in scheduled.rows:
@@ -202,7 +224,8 @@ class SymbolicEngine:
             assert row.kv_blocks == request.kv_blocks and row.mamba_blocks == request.mamba_blocks
             assert all(map(scheduler.kv_pool.is_held, row.kv_blocks))
             assert all(map(scheduler.mamba_pool.is_held, row.mamba_blocks.values()))
-            if row.is_decode:  # all accepted, and the model's own token on top, still fit
+            assert len(request.in_flight) == 1 or not (row.is_decode and request.params.needs_history)
+            if row.is_decode and not limits.schedules_ahead:  # all accepted, and the model's own token, still fit
                 assert request.num_tokens + row.num_tokens <= scheduler.max_total_tokens(request)
 
     def _check_hit(self, new: NewRow) -> None:
@@ -214,21 +237,29 @@ class SymbolicEngine:
             assert new.num_computed_tokens == expected, f"hit {new.num_computed_tokens}, not {expected}"
         if request.num_preemptions == 0:
             assert request.num_cached_tokens == new.num_computed_tokens
+            assert self._admitted < self.requests.index(request), "overtaken"
+            self._admitted = self.requests.index(request)
 
-    def _book(self, request: Request, gained: list[int], row: ScheduledRow) -> None:
+    def _book_step(self, launched: Launched) -> None:
+        rows = {row.request_id: row for row in launched.scheduled.rows}
+        for request, gained, *_ in self.scheduler.update(launched.scheduled, launched.output):
+            self._book(request, gained, rows[request.request_id], *launched.spans[request.request_id])
+        self._seal()
+
+    def _book(self, request: Request, gained: list[int], row: ScheduledRow, n: int, end: int) -> None:
         """Hold the request against the runner's own books, and tell the oracle."""
         text = self.runner.texts[row.request_id]
-        committed = min(text.num_computed_tokens, request.num_tokens)
         assert request.token_ids == text.token_ids[: request.num_tokens]
         assert request.token_ids[request.num_tokens - len(gained) :] == gained
         if request.status is RequestStatus.FINISHED:
             self.endings[request.request_id] += 1
         else:
-            assert request.num_computed_tokens == text.num_computed_tokens
-            index = self.runner.batch.row_of[row.request_id]
-            assert request.running_column == self.runner.batch.mamba_state_idx[index]
+            assert request.num_computed_tokens == end
+            if not request.in_flight:
+                index = self.runner.batch.row_of[row.request_id]
+                assert request.running_column == self.runner.batch.mamba_state_idx[index]
         if self.limits.enable_prefix_caching:
-            self.oracle.advance(request, row, committed, text.states)
+            self.oracle.advance(request, row, n, min(end, request.num_tokens), text.states)
             self._name(request, text.states)
 
     def _name(self, request: Request, states: list[int]) -> None:
@@ -257,7 +288,7 @@ class SymbolicEngine:
     def check_idle(self) -> None:
         """Everything ended once, gave everything back, and says what it would have said alone."""
         scheduler = self.scheduler
-        assert not scheduler.requests and not scheduler.running and not scheduler.waiting
+        assert not scheduler.requests and not scheduler.running and not scheduler.waiting and not self._launched
         scheduler.kv_pool.check({})
         scheduler.mamba_pool.check({})
         assert scheduler.kv_pool.num_free == scheduler.kv_pool.num_usable

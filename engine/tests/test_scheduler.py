@@ -10,6 +10,7 @@ from mambalign.engine.scheduler import SchedulerLimits
 from mambalign.engine.tests.symbolic_engine import VOCAB_SIZE, SymbolicEngine
 from mambalign.worker.mamba_columns import cdiv
 from mambalign.worker.sampling_params import SamplingParams
+from mambalign.worker.tests.symbolic_runner import true_text
 
 BLOCK = 8
 LIMITS = SchedulerLimits(
@@ -278,6 +279,7 @@ def test_a_preempted_request_can_be_aborted_and_its_id_used_again() -> None:
     engine.abort(request)
     again = Request(request.request_id, prompt(12), SamplingParams(max_tokens=4, seed=0))
     engine.scheduler.add_request(again)
+    engine.requests.append(again)
     step = engine.step()
     assert (step.removed, [new.request_id for new in step.new_rows]) == (["r0"], ["r0"])
     while engine.scheduler.has_work():
@@ -311,6 +313,63 @@ def test_copies_that_are_computed_again_stay_young() -> None:
     engine.generate([2, *prompt(48, 4)], 1)
     assert engine.num_evictions == 5
     assert engine.generate(parted, 1).num_cached_tokens == 32
+
+
+# one step ahead of the results
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 16, 17])
+def test_running_ahead_changes_neither_text_nor_hits(num_tokens: int) -> None:
+    engine = make_engine((3, 2), schedules_ahead=True)
+    for expected in (0, (num_tokens - 1) // BLOCK * BLOCK):
+        request = engine.add(prompt(num_tokens), 30)
+        engine.run()
+        assert request.num_cached_tokens == expected
+    assert engine.num_steps_ahead > 10
+    engine.check_idle()
+
+
+def test_a_stop_found_late_discards_the_step_in_flight() -> None:
+    engine = make_engine(schedules_ahead=True)
+    request = engine.add(prompt(10), stop_after=3)
+    while request.status is not RequestStatus.FINISHED:
+        step = engine.step()
+    assert [row.request_id for row in step.rows] == [request.request_id]  # planned before the stop was known
+    finish(engine)
+    assert request.num_output_tokens == 3 and request.num_draft_tokens == 3
+
+
+def test_a_late_result_is_not_that_of_a_new_request_with_the_id() -> None:
+    engine = make_engine(schedules_ahead=True)
+    old = engine.add(prompt(10), 30)
+    for _ in range(3):
+        engine.step()
+    engine.abort(old)
+    new = Request(old.request_id, prompt(12, 1), SamplingParams(max_tokens=9, seed=0))
+    engine.scheduler.add_request(new)
+    engine.requests.append(new)
+    engine.run()
+    assert new.output_token_ids == true_text(new.prompt_token_ids, new.params, 0, VOCAB_SIZE, 9)
+
+
+def test_the_last_token_is_not_planned_twice() -> None:
+    """The step in flight may bring all that is left: the next one waits for it."""
+    engine = make_engine(schedules_ahead=True)
+    request = engine.add(prompt(10), 5)  # one token from the prompt, and a run of 4
+    assert [len(engine.step().rows) for _ in range(3)] == [1, 1, 0]
+    assert request.finish_reason == "length"
+    finish(engine)
+
+
+def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
+    engine = make_engine(num_mamba_blocks=1 + 8, max_num_seqs=2, schedules_ahead=True)
+    requests = [engine.add(prompt(10, seed), 30) for seed in range(2)]
+    while engine.has_work():
+        before, in_flight = engine.scheduler.counters.preemptions, bool(engine._launched)
+        engine.step()
+        assert engine.scheduler.counters.preemptions == before or not in_flight
+    assert requests[1].num_preemptions
+    engine.check_idle()
 
 
 # at the door

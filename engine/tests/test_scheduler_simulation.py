@@ -40,6 +40,7 @@ def draw_limits(rng: random.Random, pools: str) -> SchedulerLimits:
         num_mamba_blocks=1 + num_mamba + extra_mamba,
         enable_prefix_caching=rng.random() < 0.85,
         num_lookahead_tokens=lookahead,
+        schedules_ahead=rng.random() < 0.5,
     )
 
 
@@ -85,14 +86,14 @@ class Life:
         rng, size = self.rng, self.engine.limits.mamba_block_tokens
         self.num_to_come -= 1
         prompt, options = self.draw_prompt(), {"seed": rng.randrange(2), "salt": rng.choice(self.salts)}
-        options["stop_after"] = rng.choice([None, rng.randint(1, 3 * size)])
+        options |= {"stop_after": rng.choice([None, rng.randint(1, 3 * size)]), "needs_host": rng.random() < 0.1}
         for choice in range(rng.choice([1, 1, 1, 2])):
             self.engine.add(prompt, rng.randint(1, 3 * size), choice=choice, **options)
 
     def run(self) -> SymbolicEngine:
         rng, engine = self.rng, self.engine
-        while self.num_to_come or engine.scheduler.has_work():
-            while self.num_to_come and (not engine.scheduler.has_work() or rng.random() < 0.2):
+        while self.num_to_come or engine.has_work():
+            while self.num_to_come and (not engine.has_work() or rng.random() < 0.2):
                 self.add()
             engine.step()
             if rng.random() < self.abort_rate:
@@ -112,6 +113,7 @@ def test_every_life_is_right(pools: str) -> None:
     assert sum(c.prefix_hits for c in counters) > NUM_SEEDS
     assert sum(e.runner.num_biased_precopies for e in engines) > NUM_SEEDS / 10
     assert sum(e.runner.num_postcopies for e in engines) > NUM_SEEDS
+    assert sum(e.num_steps_ahead for e in engines) > sum(e.num_steps for e in engines) / 5
     if pools == "big":
         assert not any(e.num_evictions for e in engines) and not any(c.preemptions for c in counters)
     else:

@@ -9,9 +9,9 @@ text that it must produce is known beforehand.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from mambalign.worker.batch import NewRow, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
+from mambalign.worker.batch import UNKNOWN_TOKEN, NewRow, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
 from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import PostcopyInfo, PrecopyInfo, cdiv, postcopy, precopy, table_width
 from mambalign.worker.sampling_params import SamplingParams
@@ -63,6 +63,7 @@ class SymbolicLimits:
     num_kv_blocks: int  # null block included
     num_mamba_blocks: int
     num_lookahead_tokens: int  # 0: no drafter fills slots
+    schedules_ahead: bool = False  # decode rows come without position and tokens, as runner V2 gets them
     vocab_size: int = 3
 
     @property
@@ -80,6 +81,8 @@ class Text:
     choice: int
     num_admitted_tokens: int
     num_computed_tokens: int
+    draft_token_ids: list[int] = field(default_factory=list)
+    ran_decode: bool = False  # the last step was a decode row's
 
     @classmethod
     def from_new_row(cls, new: NewRow) -> "Text":
@@ -177,6 +180,7 @@ class SymbolicRunner:
         self.sealed_states: dict[int, tuple[Value, ...]] = {}
         self.precopies: dict[str, PrecopyInfo] = {}  # of the last step, rows that moved
         self.postcopies: dict[str, PostcopyInfo] = {}
+        self.spans: dict[str, tuple[int, int]] = {}  # of the last step, n before and after
         self.num_precopies = self.num_biased_precopies = self.num_postcopies = 0  # since start
 
     # what the owner of the pools tells
@@ -235,7 +239,7 @@ class SymbolicRunner:
         return RunnerOutput([self._finish(row) for row in rows])
 
     def _take_over(self, scheduled: SchedulerOutput) -> None:
-        self.precopies, self.postcopies = {}, {}
+        self.precopies, self.postcopies, self.spans = {}, {}, {}
         for request_id in scheduled.removed:
             self.batch.remove(request_id)
             del self.texts[request_id]
@@ -247,8 +251,11 @@ class SymbolicRunner:
 
     def _enter(self, scheduled: ScheduledRow) -> Row:
         """Take a row in, after holding its description against what the runner knows of its text."""
-        text, n = self.texts[scheduled.request_id], scheduled.num_computed_tokens
-        known, end = len(text.token_ids), n + scheduled.num_tokens
+        text = self.texts[scheduled.request_id]
+        if self.limits.schedules_ahead and scheduled.is_decode:
+            scheduled = self._fill_in(scheduled, text)
+        n, known = scheduled.num_computed_tokens, len(text.token_ids)
+        end = n + scheduled.num_tokens
         assert n == text.num_computed_tokens < known and scheduled.num_tokens >= 1
         assert scheduled.is_decode == (n == known - 1 and n >= text.num_admitted_tokens)
         if scheduled.is_decode:
@@ -259,11 +266,25 @@ class SymbolicRunner:
         expected_next = text.token_ids[end] if end < known and not scheduled.is_decode else None
         assert scheduled.next_token_id == expected_next
         assert all(n < m <= end and m % self.limits.mamba_block_tokens == 0 for m in scheduled.boundaries)
-        num_held = len(scheduled.mamba_blocks)
-        assert num_held <= (self.limits.num_spec_tokens + 2 if scheduled.is_decode else 5), f"holds {num_held} states"
+        assert len(scheduled.mamba_blocks) <= self._max_held(scheduled, text), f"holds {sorted(scheduled.mamba_blocks)}"
         positions = len(scheduled.kv_blocks) * self.limits.kv_block_tokens
         assert end + self.limits.num_lookahead_tokens <= positions, "KV slots missing"
         return Row(scheduled, text, self.batch.set_blocks(scheduled))
+
+    def _fill_in(self, scheduled: ScheduledRow, text: Text) -> ScheduledRow:
+        """What only the device knows of a decode row: where it is, and its tokens; missing drafts are never right."""
+        assert set(scheduled.token_ids) == {UNKNOWN_TOKEN} and scheduled.num_computed_tokens <= text.num_computed_tokens
+        drafts = [*text.draft_token_ids, *[UNKNOWN_TOKEN] * self.limits.num_spec_tokens][: scheduled.num_tokens - 1]
+        tokens = [text.token_ids[-1], *drafts]
+        return replace(scheduled, num_computed_tokens=text.num_computed_tokens, token_ids=tokens)
+
+    def _max_held(self, scheduled: ScheduledRow, text: Text) -> int:
+        spec = self.limits.num_spec_tokens
+        if not self.limits.schedules_ahead:
+            return spec + 2 if scheduled.is_decode else 5
+        if scheduled.is_decode and text.ran_decode:
+            return spec + 2 + (self.limits.mamba_block_tokens < 2 * spec + 2)
+        return spec + 6 if scheduled.is_decode else 8
 
     def _share_out(self, rows: list[Row]) -> None:
         """Count the users of each block in this step: nobody may write a block that it shares.
@@ -415,15 +436,17 @@ class SymbolicRunner:
 
     def _finish(self, row: Row) -> RowResult:
         scheduled, text = row.scheduled, row.text
+        self.spans[scheduled.request_id] = (row.n, row.num_final)
         text.extend(row.kept)
-        text.num_computed_tokens = row.num_final
+        text.num_computed_tokens, text.ran_decode = row.num_final, scheduled.is_decode
         drafts: list[int] = []
         if scheduled.samples:
             num_drafts, num_right = self.draft_plan(scheduled.request_id, len(text.token_ids))
             drafts = self._drafts(text, num_drafts, num_right)
         if self.limits.num_lookahead_tokens:
             self._fill_drafter(row)
-        num_verified = scheduled.num_tokens - 1 if scheduled.is_decode else 0
+        text.draft_token_ids = drafts
+        num_verified = sum(t != UNKNOWN_TOKEN for t in scheduled.token_ids[1:]) if scheduled.is_decode else 0
         return RowResult(scheduled.request_id, list(row.kept), None, drafts, num_verified)
 
     def _fill_drafter(self, row: Row) -> None:
