@@ -156,7 +156,8 @@ def _attend(query, key_cache, value_cache, group: AttentionGroup) -> torch.Tenso
     values = value_cache.view(-1, head_dim).index_select(0, group.kv_index).float()
     by_row = values.view(num_rows, kv_heads, -1, head_dim)
     by_row[:, :, group.first_hidden_key :].masked_fill_(group.hidden_values, 0.0)
-    by_row[:, :, : group.first_key] = 0.0
+    if group.first_key:
+        by_row[:, :, : group.first_key] = 0.0
     keys, values = keys.view(-1, KV_TILE, head_dim), values.view(-1, KV_TILE, head_dim)
 
     # One product row per (query, head of the kv group); rows of padding are zeros and are dropped at the end.
@@ -171,7 +172,8 @@ def _attend(query, key_cache, value_cache, group: AttentionGroup) -> torch.Tenso
     by_query = scores.view(num_rows, kv_heads, num_tiles, used_and_padding, KV_TILE)[:, :, :, :used]
     by_query = by_query.unflatten(3, (num_queries, -1))
     by_query[:, :, group.first_hidden_key // KV_TILE :].masked_fill_(group.hidden_scores, float("-inf"))
-    by_query[:, :, 0, :, :, : group.first_key] = float("-inf")
+    if group.first_key:
+        by_query[:, :, 0, :, :, : group.first_key] = float("-inf")
     top = scores.amax(-1, keepdim=True).clamp_(min=LOWEST)
     weights = scores.sub_(top).exp_()
     parts = (top, weights.sum(-1, keepdim=True), torch.bmm(weights, values))

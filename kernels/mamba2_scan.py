@@ -114,11 +114,12 @@ def mamba2_scan(
     B = B.float().unsqueeze(2)
     C = C.float().reshape(num_tokens * num_groups, 1, d_state)
     y = torch.empty(num_tokens * num_groups, 1, group_rows, dtype=torch.float32, device=x.device)
-    tokens = [sum(block.live_rows) for block in plan.blocks]
-    products = [num_groups * n for n in tokens]
-    inputs = (dtx.split(tokens), B.split(tokens), decay.split(tokens), C.split(products), y.split(products))
-    for block, *parts in zip(plan.blocks, *inputs, strict=True):
-        _scan_block(block, *parts, temporal_state)
+    first = 0
+    for block in plan.blocks:
+        last = first + sum(block.live_rows)
+        tokens, products = slice(first, last), slice(first * num_groups, last * num_groups)
+        _scan_block(block, dtx[tokens], B[tokens], decay[tokens], C[products], y[products], temporal_state)
+        first = last
     y = y.view(num_tokens, num_heads, head_dim).addcmul_(x, D.unsqueeze(-1))
     return y if plan.place is None else y.index_select(0, plan.place)
 
@@ -131,11 +132,11 @@ def _scan_block(block: ScanBlock, dtx, B, decay, C, y, temporal_state: torch.Ten
     products_of_rows = [num_groups * live for live in block.live_rows]
     steps = zip(
         block.live_rows,
-        dtx.split(block.live_rows),
-        B.split(block.live_rows),
-        decay.split(block.live_rows),
-        C.split(products_of_rows),
-        y.split(products_of_rows),
+        dtx.split_with_sizes(block.live_rows),
+        B.split_with_sizes(block.live_rows),
+        decay.split_with_sizes(block.live_rows),
+        C.split_with_sizes(products_of_rows),
+        y.split_with_sizes(products_of_rows),
         strict=True,
     )
     live = 0

@@ -1,6 +1,7 @@
 """RMS norms, a row at a time, in fp32. Rounding follows transformers' NemotronH: weight times value, then one cast."""
 
 import torch
+import torch.nn.functional as F
 
 from mambalign.kernels.activation import silu
 
@@ -9,9 +10,7 @@ PIECE = 256  # rows normed at a time, so that they stay in the processor's cache
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [T, D] over its root mean square, times weight [D] (fp32). Returns the dtype of x."""
-    x32 = x.float()
-    scale = x32.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (weight * (x32 * scale)).to(x.dtype)
+    return F.rms_norm(x.float(), (x.shape[1],), weight, eps).to(x.dtype)
 
 
 def rms_norm_gated(
