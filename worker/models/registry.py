@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from mambalign.kernels.attention import min_query_rows
 from mambalign.kernels.linear import check_linear_invariance
 from mambalign.worker.cpu import keep_freed_memory
 from mambalign.worker.models.loader import CheckpointError, Weights, read_config
@@ -30,7 +31,7 @@ def parse_config(path: str | Path) -> NemotronHConfig:
 def load_model(
     path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu", show_progress: bool = True
 ) -> NemotronH:
-    """Load the checkpoint folder `path`, and prove its linear layers batch-invariant on this machine.
+    """Load the checkpoint folder `path`, and prove its products batch-invariant on this machine.
 
     Raises CheckpointError for what `parse_config` refuses, and for weights that do not fit.
     """
@@ -41,4 +42,6 @@ def load_model(
     model = NemotronH(parsed, weights)
     weights.finish()
     check_linear_invariance(model.linear_weights())
+    for spec in model.attention_specs():
+        min_query_rows(spec.head_dim, torch.device(device))
     return model
