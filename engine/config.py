@@ -101,7 +101,9 @@ class SpecConfig:
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    runner: str = option("v1", "model runner", choices=("v1", "v2"))
+    runner: str = option(
+        "v2", "model runner: v2 launches a step ahead of the results, v1 waits for each", choices=("v1", "v2")
+    )
     check_fused_copy: bool = option(False, "compare copies of states with the scalar path, and fail loudly")
     check_fused_copy_rate: float = option(
         1.0, "share of the steps that --check-fused-copy checks, 0 to 1", low=0.0, high=1.0

@@ -7,7 +7,7 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETED_PROGRAMS = 4
-PROGRAMS_PER_MULTIPROCESSOR = 8
+PROGRAMS_PER_MULTIPROCESSOR = 6
 
 
 def runs_kernel(tensor: torch.Tensor) -> bool:

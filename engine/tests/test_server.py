@@ -308,7 +308,7 @@ def test_fresh_metrics_keys_and_no_chat_template(tmp_path: Path) -> None:
             "spec_decode_num_accepted_tokens_total", "time_to_first_token_seconds_count",
             'request_success_total{finished_reason="stop"}',
             'spec_decode_num_accepted_tokens_per_pos_total{position="1"}',
-            'fused_copy_checks_total{bias="2",layout="SD",runner="v1"}',
+            'fused_copy_checks_total{bias="2",layout="SD",runner="v2"}',
             "fused_copy_mismatches_total",
         ):  # fmt: skip
             assert f"mambalign:{name} 0.0\n" in text
