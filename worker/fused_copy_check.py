@@ -62,11 +62,11 @@ class FusedCopyChecker:
         ]
         return ExpectedCopies(rows, infos, [self._expected_bytes(r, i) for r, i in zip(rows, infos, strict=True)])
 
-    def _expected_bytes(self, row: RowBefore, info: PrecopyInfo) -> list[torch.Tensor | None]:
+    def _expected_bytes(self, row: RowBefore, info: PrecopyInfo) -> list[torch.Tensor]:
         """Per state, the bytes (or for a shifted DS conv state, the slots) that must lie in the destination block."""
         if info.source_column < 0:
             return []
-        expected: list[torch.Tensor | None] = []
+        expected: list[torch.Tensor] = []
         for state, meta in zip(self._states, self._metas, strict=True):
             if self._is_shifted_ds(state, info):
                 source = int(row.table_row[info.source_column])
@@ -74,17 +74,17 @@ class FusedCopyChecker:
                 continue
             copies = MambaCopyList()
             collect_mamba_copy_meta(copies, [meta], self.cache.conv_layout, row.table_row, info)
-            expected.append(self._copy_out(copies, state.device))
+            stays = not copies.sizes  # the source is the destination: not a byte of it may change
+            dest = state[int(row.table_row[info.dest_column])]
+            expected.append(bytes_of(dest).clone() if stays else self._copy_out(copies, state.device))
         return expected
 
     def _is_shifted_ds(self, state: torch.Tensor, info: PrecopyInfo) -> bool:
         is_conv = any(state is conv for conv in self.cache.conv)
         return is_conv and self.cache.conv_layout == "DS" and info.token_bias > 0
 
-    def _copy_out(self, copies: MambaCopyList, device: torch.device) -> torch.Tensor | None:
-        """Run a one-entry pointer list into memory of our own; None when the state stays where it is."""
-        if not copies.sizes:
-            return None
+    def _copy_out(self, copies: MambaCopyList, device: torch.device) -> torch.Tensor:
+        """Run a one-entry pointer list into memory of our own."""
         scratch = torch.empty(copies.sizes[0], dtype=torch.uint8, device=device)
         batch_memcpy(*torch.tensor([copies.sources, [scratch.data_ptr()], copies.sizes]).to(device))
         return scratch
@@ -102,13 +102,11 @@ class FusedCopyChecker:
         self.num_mismatches += len(mismatches)
         return mismatches
 
-    def _check_bytes(self, row: RowBefore, info: PrecopyInfo, states: list[torch.Tensor | None]) -> str | None:
+    def _check_bytes(self, row: RowBefore, info: PrecopyInfo, states: list[torch.Tensor]) -> str | None:
         for index, (state, want) in enumerate(zip(self._states, states, strict=True) if states else ()):
-            if want is None:
-                continue
             block = state[int(row.table_row[info.dest_column])]
             if want.dtype == torch.uint8:
-                got = block.contiguous().view(-1).view(torch.uint8)[: want.numel()]
+                got = bytes_of(block)[: want.numel()]
             else:
                 got, want = (t.contiguous().view(torch.uint8) for t in (block[:, : want.shape[-1]], want))
             if not torch.equal(got, want):
@@ -122,7 +120,12 @@ class ExpectedCopies:
 
     rows: list[RowBefore]
     infos: list[PrecopyInfo]
-    states: list[list[torch.Tensor | None]]
+    states: list[list[torch.Tensor]]  # none for a row that moves nothing
+
+
+def bytes_of(block: torch.Tensor) -> torch.Tensor:
+    """A block's bytes, uint8 `[bytes]`."""
+    return block.contiguous().view(-1).view(torch.uint8)
 
 
 def check_fused_copy_info(expected: PrecopyInfo, fused: PrecopyInfo) -> str | None:
