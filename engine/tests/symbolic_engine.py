@@ -14,7 +14,8 @@ from mambalign.engine.request import Request, RequestStatus
 from mambalign.engine.scheduler import Scheduler, SchedulerLimits
 from mambalign.worker.batch import NewRow, RunnerOutput, ScheduledRow, SchedulerOutput
 from mambalign.worker.sampling_params import SamplingParams
-from mambalign.worker.tests.symbolic_runner import DraftPlan, SymbolicLimits, SymbolicRunner, states_of, true_text
+from mambalign.worker.tests.symbolic_memory import SymbolicLimits, states_of, true_text
+from mambalign.worker.tests.symbolic_runner import DraftPlan, SymbolicRunner
 
 VOCAB_SIZE = 3
 

@@ -10,7 +10,7 @@ from mambalign.engine.scheduler import SchedulerLimits
 from mambalign.engine.tests.symbolic_engine import VOCAB_SIZE, SymbolicEngine
 from mambalign.worker.mamba_columns import cdiv
 from mambalign.worker.sampling_params import SamplingParams
-from mambalign.worker.tests.symbolic_runner import true_text
+from mambalign.worker.tests.symbolic_memory import true_text
 
 BLOCK = 8
 LIMITS = SchedulerLimits(

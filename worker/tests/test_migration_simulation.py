@@ -15,9 +15,10 @@ from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import PrecopyInfo, cdiv
 from mambalign.worker.sampling_params import SamplingParams
 from mambalign.worker.tests import symbolic_runner
-from mambalign.worker.tests.symbolic_runner import Row, SymbolicLimits, SymbolicRunner, true_text
+from mambalign.worker.tests.symbolic_memory import ZERO, SymbolicLimits, true_text
+from mambalign.worker.tests.symbolic_runner import Row, SymbolicRunner
 
-NUM_SEEDS = 2000
+NUM_SEEDS = 4000
 NUM_FAULT_SEEDS = 1500
 PARAMS = SamplingParams(max_tokens=1000, seed=0)
 
@@ -285,7 +286,7 @@ class BoundaryWindowFromZeros(SymbolicRunner):
             missing = self.limits.conv_width - 1 - (m - row.n)
             column = m // self.limits.mamba_block_tokens - 1
             if column != running and missing > 0:
-                self.memory.conv[row.scheduled.mamba_blocks[column]][:missing] = [symbolic_runner.ZERO] * missing
+                self.memory.conv[row.scheduled.mamba_blocks[column]][:missing] = [ZERO] * missing
 
 
 class DrafterSkipsPlainRows(SymbolicRunner):
