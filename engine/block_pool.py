@@ -10,7 +10,7 @@ Knows nothing of tokens, requests or the other pool. A block is in exactly one o
 from collections import OrderedDict
 from collections.abc import Callable
 
-from mambalign.worker.state_cache import NULL_BLOCK
+from mambalign.worker.mamba_columns import NULL_BLOCK
 
 
 class PoolExhausted(Exception):

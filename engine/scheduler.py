@@ -192,7 +192,7 @@ class Scheduler:
             hit = self._take_hit(request)
             outlook = self._outlook(request)
             token_ids = self._next_tokens(request, outlook, budget, 0)
-            if not self._allocate(request, outlook, len(token_ids)):
+            if not (self._fits(request) and self._allocate(request, outlook, len(token_ids))):
                 self._release_blocks(request)
                 return
             self.waiting.popleft()
@@ -250,6 +250,11 @@ class Scheduler:
             self.counters.prefix_hits += hit.num_tokens
 
     # blocks
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there is KV for the whole known text: with less, a request would soon be preempted again."""
+        num_kv = cdiv(request.num_tokens + self.limits.num_lookahead_tokens, self.limits.kv_block_tokens)
+        return num_kv - len(request.kv_blocks) <= self.kv_pool.num_free
 
     def _allocate(self, request: Request, outlook: Outlook, num_tokens: int) -> bool:
         """Give the request every block that a step of `num_tokens` tokens can need, or nothing and False."""

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mambalign.worker.batch import NewRow, ScheduledRow
-from mambalign.worker.mamba_columns import first_column
+from mambalign.worker.mamba_columns import NULL_BLOCK, first_column
 from mambalign.worker.sampling_params import SamplingParams
-from mambalign.worker.state_cache import NULL_BLOCK
 
 
 @dataclass

@@ -6,6 +6,8 @@ c = its running column, B = mamba block tokens. Column k of a row holds the stat
 
 from typing import NamedTuple
 
+NULL_BLOCK = 0  # of either pool, never handed out: a table entry of 0 means "no block"
+
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)

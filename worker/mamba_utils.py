@@ -17,8 +17,8 @@ from mambalign.kernels.precopy_mamba_align import precopy_mamba_align_fused
 from mambalign.kernels.preprocess_mamba_align import preprocess_mamba_align_fused
 from mambalign.worker.batch import ScheduledRow, SchedulerOutput
 from mambalign.worker.input_batch import InputBatch
-from mambalign.worker.mamba_columns import PrecopyInfo, postcopy, precopy
-from mambalign.worker.state_cache import NULL_BLOCK, StateCache
+from mambalign.worker.mamba_columns import NULL_BLOCK, PrecopyInfo, postcopy, precopy
+from mambalign.worker.state_cache import StateCache
 
 if TYPE_CHECKING:
     from mambalign.worker.fused_copy_check import FusedCopyChecker, Mismatch

@@ -5,8 +5,6 @@ from math import prod
 
 import torch
 
-NULL_BLOCK = 0  # never handed out: a table entry of 0 means "no block"
-
 
 @dataclass(frozen=True)
 class StateSpec:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from mambalign.worker.batch import UNKNOWN_TOKEN, NewRow, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
 from mambalign.worker.input_batch import InputBatch
-from mambalign.worker.mamba_columns import PostcopyInfo, PrecopyInfo, cdiv, postcopy, precopy, table_width
+from mambalign.worker.mamba_columns import NULL_BLOCK, PostcopyInfo, PrecopyInfo, cdiv, postcopy, precopy, table_width
 from mambalign.worker.sampling_params import SamplingParams
-from mambalign.worker.state_cache import NULL_BLOCK
 from mambalign.worker.tests.symbolic_memory import (
     POISON,
     ZERO,

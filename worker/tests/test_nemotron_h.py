@@ -13,10 +13,11 @@ from transformers import NemotronHConfig, NemotronHForCausalLM
 import mambalign.engine
 from mambalign.kernels.tolerances import tolerance
 from mambalign.worker.forward_batch import AttentionBatch, Boundary, ForwardBatch, MambaBatch
+from mambalign.worker.mamba_columns import NULL_BLOCK
 from mambalign.worker.models.loader import CheckpointError
 from mambalign.worker.models.nemotron_h import NemotronH
 from mambalign.worker.models.registry import load_model
-from mambalign.worker.state_cache import NULL_BLOCK, StateCache
+from mambalign.worker.state_cache import StateCache
 
 DEFAULT_MODEL = Path(mambalign.engine.__file__).parent / "default_model"
 MAX_DRAFTS = 7
