@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -100,10 +101,14 @@ class HttpClient:
 
     def stats(self) -> EngineStats:
         metrics = self.server.metrics()
-        found = {name: metrics[name] for name in EngineStats.__struct_fields__ if name in metrics}
-        prefix = "spec_decode_num_accepted_tokens_per_pos_total{"
-        accepted = [int(value) for name, value in metrics.items() if name.startswith(prefix)]
-        return EngineStats(**{k: int(v) for k, v in found.items()}, spec_decode_accepted_per_position=accepted)
+        plain = {name: int(metrics[name]) for name in EngineStats.__struct_fields__ if name in metrics}
+        accepted = by_label(metrics, "spec_decode_num_accepted_tokens_per_pos_total", "position")
+        return EngineStats(
+            **plain,
+            spec_decode_accepted_per_position=[accepted[str(i)] for i in range(len(accepted))],
+            fused_copy_checks=by_label(metrics, "fused_copy_checks_total", "bias"),
+            fused_copy_copies=by_label(metrics, "fused_copy_copies_total", "bias"),
+        )
 
     def reset_prefix_cache(self) -> None:
         assert call(f"{self.server.url}/reset_prefix_cache", {}) == (200, {"reset": True})
@@ -138,6 +143,12 @@ class _Moments:
     async def wait(self, ask: int, num_tokens: int) -> None:
         async with self._news:
             await self._news.wait_for(lambda: self._num_tokens[ask] >= num_tokens)
+
+
+def by_label(metrics: dict[str, float], name: str, label: str) -> dict[str, int]:
+    """The values of one metric, by one of its labels."""
+    pattern = re.compile(rf'{name}{{.*{label}="([^"]*)".*}}')
+    return {match[1]: int(value) for key, value in metrics.items() if (match := pattern.fullmatch(key))}
 
 
 def request_fields(ask: Ask, stream: bool = False) -> dict[str, Any]:
