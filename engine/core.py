@@ -216,9 +216,12 @@ class EngineCore:
 
     def _book(self, scheduled: SchedulerOutput, launched: RunnerOutput | PendingStep) -> list[EngineOutput]:
         result, outputs = launched.result(), []
+        admissions = {row.request_id: row.admission for row in scheduled.rows}
         for mismatch in result.mismatches:
             logger.error("fused copy check failed for request %s: %s", mismatch.request_id, mismatch.text)
-            outputs += self._fail(mismatch.request_id, "its state was not copied right: see the server's log")
+            live = self._live.get(mismatch.request_id)
+            if live is not None and live.request.admission == admissions[mismatch.request_id]:  # not a later one
+                outputs.append(self._fail(mismatch.request_id, "its state was not copied right: see the server's log"))
         for request, tokens, row in self.scheduler.update(scheduled, result):
             live = self._live[request.request_id]
             if request.finish_reason is not None:
@@ -227,12 +230,10 @@ class EngineCore:
                 outputs.append(self._output(live, tokens, row.logprobs))
         return outputs
 
-    def _fail(self, request_id: str, error: str) -> list[EngineOutput]:
-        """End a request with an error now."""
-        request = self.scheduler.finish(request_id, "error")
-        if request is None:
-            return []
-        return [self._output(self._live.pop(request_id), [], None, error)]
+    def _fail(self, request_id: str, error: str) -> EngineOutput:
+        """End a live request with an error now."""
+        self.scheduler.finish(request_id, "error")
+        return self._output(self._live.pop(request_id), [], None, error)
 
     def _output(
         self, live: LiveRequest, tokens: list[int], logprobs: list | None, error: str | None = None
