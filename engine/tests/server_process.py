@@ -17,14 +17,15 @@ from typing import Any
 class ServerProcess:
     """`python fake_core.py MODEL --port 0 ...`; with no model the real `serve` on the model that ships.
 
-    `wait_url` returns once it can serve and says where.
+    `wait_url` returns once it can serve and says where. `program`: a file of this folder to run on that model instead.
     """
 
-    def __init__(self, model: Path | None, *options: str):
-        fake = [str(Path(__file__).parent / "fake_core.py"), str(model)]
-        program = ["-m", "mambalign.engine.cli", "serve"] if model is None else fake
+    def __init__(self, model: Path | None, *options: str, program: str | None = None):
+        folder = Path(__file__).parent
+        real = ["-m", "mambalign.engine.cli", "serve"] if program is None else [str(folder / program)]
+        command = real if model is None else [str(folder / "fake_core.py"), str(model)]
         self.process = subprocess.Popen(
-            [sys.executable, *program, "--port", "0", *options],
+            [sys.executable, *command, "--port", "0", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
