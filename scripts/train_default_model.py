@@ -377,6 +377,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-files", type=int, help="use about this many files (for trials)")
     parser.add_argument("--log-every", type=int, default=200, help="steps between lines")
     args = parser.parse_args()
+    if args.rows < 2:
+        parser.error("--rows: must be at least 2; drafts are trained on the rows before the last")
     if (args.decay_start is None) != (args.steps is None):
         parser.error("--decay-start and --steps go together")
     args.began = time.perf_counter()
