@@ -1,5 +1,6 @@
 """A `Client` for an engine in this process, watched at every step: books checked, freed blocks filled with NaN."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,7 +140,10 @@ class LocalClient:
             assert num_free == num_usable, f"{name}: {num_usable - num_free} blocks leaked"
 
     def close(self) -> None:
+        """Let go of the engine's memory now: what watches a core is a cycle with it."""
         self.llm.shutdown()
+        self.core = self.poison = self._step = None
+        gc.collect()
 
 
 def is_reached(run: _Run, num_tokens: int) -> bool:
