@@ -18,6 +18,7 @@ def preprocess_mamba_align_fused_kernel(
     p_token_bias,
     p_work_list,
     p_work_count,
+    p_move_totals,
     num_reqs,
     block_tokens,
     ROWS: tl.constexpr,
@@ -25,7 +26,7 @@ def preprocess_mamba_align_fused_kernel(
     """c' = max(c, cdiv(n+q, B) - 1); a row moves if c >= 0 and c != c', by bias a-1, and a becomes 1.
 
     Grid: one program, which owns every row; rows whose slot is negative are skipped.
-    Reads n, q, a, c; writes c', source column (-1: stays), bias, a, and the batch rows that move with their number.
+    Reads n, q, a, c; writes c', source column (-1: stays), bias, a, the batch rows that move with their number, totals.
     Integers, int32. In place for running_column and num_accepted: each slot belongs to one row.
     """
     rows = tl.arange(0, ROWS)
@@ -42,7 +43,10 @@ def preprocess_mamba_align_fused_kernel(
     tl.store(p_token_bias + slots, accepted - 1, mask=live)
     tl.store(p_num_accepted + slots, tl.where(moves, 1, accepted), mask=live)
     tl.store(p_work_list + tl.cumsum(moves.to(tl.int32), 0) - 1, rows, mask=moves)
-    tl.store(p_work_count, tl.sum(moves.to(tl.int32), 0))
+    num_moves, num_biased = tl.sum(moves.to(tl.int32), 0), tl.sum((moves & (accepted > 1)).to(tl.int32), 0)
+    tl.store(p_work_count, num_moves)
+    tl.store(p_move_totals, tl.load(p_move_totals) + num_moves)
+    tl.store(p_move_totals + 1, tl.load(p_move_totals + 1) + num_biased)
 
 
 def preprocess_mamba_align_fused_reference(
@@ -55,6 +59,7 @@ def preprocess_mamba_align_fused_reference(
     token_bias: torch.Tensor,
     work_list: torch.Tensor,
     work_count: torch.Tensor,
+    move_totals: torch.Tensor,
     num_reqs: int,
     block_tokens: int,
 ) -> None:
@@ -62,6 +67,7 @@ def preprocess_mamba_align_fused_reference(
 
     By batch row: idx_mapping (slot, negative skips), num_scheduled (q), work_list out. By slot: num_computed (n),
     running_column and num_accepted in and out, source_column and token_bias out. work_count out: `[1]`.
+    move_totals int64 `[2]` grows by the rows that move, and by those of them with a bias > 0.
     """
     slots = idx_mapping[:num_reqs].long()
     rows = torch.nonzero(slots >= 0).flatten()
@@ -77,6 +83,7 @@ def preprocess_mamba_align_fused_reference(
     moved_rows = rows[moves].to(work_list.dtype)
     work_list[: len(moved_rows)] = moved_rows
     work_count[0] = len(moved_rows)
+    move_totals += torch.stack([moves.sum(), (moves & (accepted > 1)).sum()])
 
 
 def preprocess_mamba_align_fused(
@@ -89,13 +96,14 @@ def preprocess_mamba_align_fused(
     token_bias: torch.Tensor,
     work_list: torch.Tensor,
     work_count: torch.Tensor,
+    move_totals: torch.Tensor,
     num_reqs: int,
     block_tokens: int,
 ) -> None:
     """`preprocess_mamba_align_fused_reference`, on the device: one small launch, no synchronisation."""
     arguments = (
         idx_mapping, num_scheduled, num_computed, running_column, num_accepted,
-        source_column, token_bias, work_list, work_count, num_reqs, block_tokens,
+        source_column, token_bias, work_list, work_count, move_totals, num_reqs, block_tokens,
     )  # fmt: skip
     if not runs_kernel(running_column):
         return preprocess_mamba_align_fused_reference(*arguments)

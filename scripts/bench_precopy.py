@@ -31,6 +31,7 @@ from mambalign.worker.mamba_utils import (
     preprocess_mamba,
 )
 from mambalign.worker.sampling_params import SamplingParams
+from mambalign.worker.slot_batch import SlotBatch
 from mambalign.worker.state_cache import StateCache
 
 LAYERS, CONV_DIM, STATE_LEN, TEMPORAL = 24, 10240, 6, (128, 64, 128)
@@ -137,11 +138,12 @@ class Bench:
         """A whole V2 step in which nothing crosses: the decision's launch and the copy's."""
         ctx, n, q = self.ctx, int32([BLOCK_TOKENS + 9] * NUM_ROWS), int32([4] * NUM_ROWS)
         column = int32([1] * NUM_ROWS)
-        buffers = (ctx.precopy_src_col_buf.gpu, ctx.precopy_token_bias_buf.gpu, ctx.work_list_buf.gpu)
+        lists = (ctx.work_list_buf.gpu, ctx.work_count_buf.gpu, torch.zeros(2, dtype=torch.int64, device="cuda"))
+        decided = (ctx.precopy_src_col_buf.gpu, ctx.precopy_token_bias_buf.gpu, *lists)
 
         def step() -> None:
             preprocess_mamba_align_fused(
-                self.idx_mapping, q, n, column, ctx.num_accepted, *buffers, ctx.work_count_buf.gpu, rows, BLOCK_TOKENS
+                self.idx_mapping, q, n, column, ctx.num_accepted, *decided, rows, BLOCK_TOKENS
             )
             ctx.run_fused_precopy(rows, idx_mapping=self.idx_mapping)
 
@@ -186,30 +188,24 @@ def host_times(num_reqs: int, crossing: int, runner: str) -> float:
     conv, temporal = torch.zeros(num_reqs * 3 + 1, 8, 6, device="cuda"), torch.zeros(num_reqs * 3 + 1, 8, device="cuda")
     cache = StateCache(16, BLOCK_TOKENS, "DS", CONV_WIDTH, conv=[conv] * LAYERS, temporal=[temporal] * LAYERS)
     ctx = MambaSpecDecodeGPUContext(cache, num_reqs, width)
-    batch, times = InputBatch(num_reqs, width, BLOCK_TOKENS), []
+    is_v1, times = runner == "v1", []
+    batch = InputBatch(num_reqs, width, BLOCK_TOKENS) if is_v1 else SlotBatch(ctx, num_reqs, 3, 0)
     for r in range(num_reqs):
         batch.add(NewRow(str(r), SamplingParams(), 0, 1, [0], 0))
     n = [BLOCK_TOKENS - 1 if r < crossing else BLOCK_TOKENS + 9 for r in range(num_reqs)]
-    counts = int32(n)
+    running = [0 if r < crossing else 1 for r in range(num_reqs)]
+    blocks = [{k: 1 + 3 * r + k for k in range(3)} for r in range(num_reqs)]
+    rows = [ScheduledRow(str(r), 0, n[r], [0] * 4, True, [], blocks[r], [], None) for r in range(num_reqs)]
     for _ in range(steps):
-        blocks = [{k: 1 + 3 * r + k for k in range(3)} for r in range(num_reqs)]
-        rows = [ScheduledRow(str(r), 0, n[r], [0] * 4, True, [], blocks[r], [], None) for r in range(num_reqs)]
-        batch.mamba_state_idx[:] = [0 if r < crossing else 1 for r in range(num_reqs)]
-        column = ctx.mamba_state_idx_buf.gpu
-        column.copy_(torch.from_numpy(batch.mamba_state_idx))
+        if is_v1:
+            batch.mamba_state_idx[:] = running
+        else:
+            batch.running_column.copy_(int32(running))
+            batch.num_computed.copy_(int32(n))
         torch.cuda.synchronize()
         start = time.perf_counter()
-        if runner == "v1":
-            preprocess_mamba(SchedulerOutput(rows), batch, cache, align_ctx=ctx)
-        else:
-            idx_mapping = torch.tensor([*range(num_reqs)], dtype=torch.int32, pin_memory=True).cuda(non_blocking=True)
-            q = torch.tensor([row.num_tokens for row in rows], dtype=torch.int32, pin_memory=True)
-            decided = (ctx.precopy_src_col_buf.gpu, ctx.precopy_token_bias_buf.gpu, ctx.work_list_buf.gpu)
-            preprocess_mamba_align_fused(
-                idx_mapping, q.cuda(non_blocking=True), counts, column, ctx.num_accepted, *decided,
-                ctx.work_count_buf.gpu, num_reqs, BLOCK_TOKENS,
-            )  # fmt: skip
-            ctx.run_fused_precopy(num_reqs, idx_mapping=idx_mapping)
+        idx_mapping = None if is_v1 else batch.to_device([batch.slot_of[row.request_id] for row in rows], torch.int32)
+        preprocess_mamba(SchedulerOutput(rows), batch, cache, align_ctx=ctx, idx_mapping=idx_mapping)
         times.append((time.perf_counter() - start) * 1e6)
     return statistics.median(times[10:])
 

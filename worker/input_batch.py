@@ -69,7 +69,6 @@ class InputBatch:
         """Write the columns that a row holds in this step into the block table; returns the batch row."""
         row = self.row_of[scheduled.request_id]
         table = self.mamba_block_table[row]
-        table[:] = NULL_BLOCK
-        for column, block in scheduled.mamba_blocks.items():
-            table[column] = block
+        table.fill(NULL_BLOCK)
+        table[list(scheduled.mamba_blocks)] = list(scheduled.mamba_blocks.values())
         return row

@@ -249,13 +249,18 @@ def preprocess_mamba(
     checker = checker if checker is not None and checker.wants_step() else None
     if idx_mapping is not None:
         return _preprocess_slots(scheduler_output, input_batch, align_ctx, idx_mapping, checker)
-    batch_rows = [input_batch.set_blocks(scheduled) for scheduled in scheduler_output.rows]
-    befores = [_row_before(input_batch, row, s) for row, s in zip(batch_rows, scheduler_output.rows, strict=True)]
-    expected = checker.expect(befores) if checker else None
+    rows, block_tokens = scheduler_output.rows, cache.mamba_block_tokens
+    batch_rows = [input_batch.set_blocks(scheduled) for scheduled in rows]
+    columns, accepted = (
+        values[batch_rows].tolist() for values in (input_batch.mamba_state_idx, input_batch.num_accepted)
+    )
+    expected = checker.expect(_rows_before(input_batch, batch_rows, rows)) if checker else None
     infos = [
-        precopy(b.running_column, b.num_computed_tokens, b.num_tokens, b.num_accepted, cache.mamba_block_tokens)
-        for b in befores
+        precopy(column, scheduled.num_computed_tokens, scheduled.num_tokens, a, block_tokens)
+        for scheduled, column, a in zip(rows, columns, accepted, strict=True)
     ]
+    for scheduled, info in zip(rows, infos, strict=True):
+        assert scheduled.is_decode or info.token_bias == 0, f"{scheduled.request_id} prefills with {info}"
     scheduler_output.mamba_precopy_info = infos
     moves = [(row, info) for row, info in zip(batch_rows, infos, strict=True) if info.source_column >= 0]
     if checked:
@@ -266,10 +271,8 @@ def preprocess_mamba(
         fused.run()
     elif moves:
         _copy_scalar(input_batch, moves, cache)
-    for row, info in zip(batch_rows, infos, strict=True):
-        input_batch.mamba_state_idx[row] = info.dest_column
-        if info.source_column >= 0:
-            input_batch.num_accepted[row] = 1
+    input_batch.mamba_state_idx[batch_rows] = [info.dest_column for info in infos]
+    input_batch.num_accepted[[row for row, _ in moves]] = 1
     mismatches = ()
     if checker:
         mismatches = checker.check(expected, infos if fused is None else fused.decisions())
@@ -287,17 +290,18 @@ class RowBefore(NamedTuple):
     table_row: np.ndarray  # int32 [columns], block ids
 
 
-def _row_before(input_batch: InputBatch, row: int, scheduled: ScheduledRow) -> RowBefore:
-    accepted = int(input_batch.num_accepted[row])
-    assert scheduled.is_decode or accepted == 1, f"{scheduled.request_id} prefills with num_accepted {accepted}"
-    return RowBefore(
-        scheduled.request_id,
-        int(input_batch.mamba_state_idx[row]),
-        scheduled.num_computed_tokens,
-        scheduled.num_tokens,
-        accepted,
-        input_batch.mamba_block_table[row],
-    )
+def _rows_before(input_batch: InputBatch, batch_rows: list[int], rows: list[ScheduledRow]) -> list[RowBefore]:
+    return [
+        RowBefore(
+            scheduled.request_id,
+            int(input_batch.mamba_state_idx[row]),
+            scheduled.num_computed_tokens,
+            scheduled.num_tokens,
+            int(input_batch.num_accepted[row]),
+            input_batch.mamba_block_table[row],
+        )
+        for row, scheduled in zip(batch_rows, rows, strict=True)
+    ]
 
 
 def _preprocess_slots(
@@ -321,17 +325,14 @@ def _preprocess_slots(
         ctx.precopy_token_bias_buf.gpu,
         ctx.work_list_buf.gpu,
         ctx.work_count_buf.gpu,
+        batch.precopy_totals,
         len(rows),
         ctx.block_tokens,
     )
     ctx.run_fused_precopy(len(rows), idx_mapping=idx_mapping)
-    slots = idx_mapping.long()
-    moved = ctx.precopy_src_col_buf.gpu[slots] >= 0
-    batch.num_precopies += moved.sum()
-    batch.num_biased_precopies += (moved & (ctx.precopy_token_bias_buf.gpu[slots] > 0)).sum()
     if checker is None:
         return CopyCounts()
-    fused = ctx.read_decisions(slots)
+    fused = ctx.read_decisions(idx_mapping.long())
     return CopyCounts(mismatches=tuple(checker.check(expected, fused)))
 
 

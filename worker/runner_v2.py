@@ -73,7 +73,7 @@ class ModelRunnerV2:
     def copy_totals(self) -> CopyTotals:
         """State copies since start; reads the device."""
         batch = self.batch
-        return CopyTotals(int(batch.num_precopies), int(batch.num_biased_precopies), int(batch.num_postcopies))
+        return CopyTotals(*batch.precopy_totals.tolist(), int(batch.num_postcopies))
 
     def _step_rows(self, rows: list[ScheduledRow], slots: torch.Tensor) -> list[StepRow]:
         """Read what the host's forward pass needs to know of each row."""

@@ -29,9 +29,8 @@ class SlotBatch:
         self.history = torch.full((max_num_reqs, max_len), NO_TOKEN, dtype=torch.int64, device=device)
         self.requests: list[CachedRequest | None] = [None] * max_num_reqs
         self.slot_of: dict[str, int] = {}
-        self.num_precopies = torch.zeros((), dtype=torch.int64, device=device)  # rows moved before a forward pass
-        self.num_biased_precopies = torch.zeros_like(self.num_precopies)  # of those, with a token bias > 0
-        self.num_postcopies = torch.zeros_like(self.num_precopies)  # rows that crossed a boundary
+        self.precopy_totals = torch.zeros(2, dtype=torch.int64, device=device)  # rows moved, of those with a bias > 0
+        self.num_postcopies = torch.zeros((), dtype=torch.int64, device=device)  # rows that crossed a boundary
         self._free = list(range(max_num_reqs - 1, -1, -1))
 
     def add(self, new: NewRow) -> None:

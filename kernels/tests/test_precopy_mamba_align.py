@@ -518,10 +518,16 @@ def test_same_block_shifts_behave_like_memmove(device, layout, dtype):
 # Decisions on the device, and whole steps of V2.
 
 
+def as_tensors(values: dict[str, list[int]], device: str) -> dict[str, torch.Tensor]:
+    """int32, but for the totals."""
+    kinds = {name: torch.int64 if name == "totals" else torch.int32 for name in values}
+    return {name: torch.tensor(value, dtype=kinds[name], device=device) for name, value in values.items()}
+
+
 def run_preprocess(state: dict[str, torch.Tensor], idx_mapping: torch.Tensor, q: torch.Tensor, block_tokens: int):
     preprocess_mamba_align_fused(
         idx_mapping, q, state["n"], state["column"], state["accepted"], state["source"], state["bias"],
-        state["work_list"], state["work_count"], len(idx_mapping), block_tokens,
+        state["work_list"], state["work_count"], state["totals"], len(idx_mapping), block_tokens,
     )  # fmt: skip
 
 
@@ -535,8 +541,8 @@ def test_device_decisions_equal_the_column_arithmetic(device, num_reqs):
     idx_mapping = [slot if rng.random() < 0.8 else -1 for slot in rng.sample(range(num_slots), num_reqs)]
     q = [rng.randint(1, 12) for _ in range(num_reqs)]
     names = {"n": n, "column": column, "accepted": accepted, "source": [99] * num_slots, "bias": [99] * num_slots}
-    names |= {"work_list": [99] * num_slots, "work_count": [99]}
-    state = {k: torch.tensor(v, dtype=torch.int32, device=device) for k, v in names.items()}
+    names |= {"work_list": [99] * num_slots, "work_count": [99], "totals": [7, 5]}
+    state = as_tensors(names, device)
     mapping = torch.tensor(idx_mapping, dtype=torch.int32, device=device)
     reference = {k: v.cpu().clone() for k, v in state.items()}
     run_preprocess(state, mapping, torch.tensor(q, dtype=torch.int32, device=device), B)
@@ -551,11 +557,12 @@ def test_device_decisions_equal_the_column_arithmetic(device, num_reqs):
                 moving.append(row)
                 want["accepted"][slot] = 1
     want["work_list"][: len(moving)], want["work_count"] = moving, [len(moving)]
+    want["totals"] = [7 + len(moving), 5 + sum(accepted[idx_mapping[row]] > 1 for row in moving)]
     assert {k: v.tolist() for k, v in state.items()} == want
 
     preprocess_mamba_align_fused_reference(
         mapping.cpu(), torch.tensor(q, dtype=torch.int32), *(reference[k] for k in ("n", "column", "accepted")),
-        *(reference[k] for k in ("source", "bias", "work_list", "work_count")), num_reqs, B,
+        *(reference[k] for k in ("source", "bias", "work_list", "work_count", "totals")), num_reqs, B,
     )  # fmt: skip
     assert {k: v.tolist() for k, v in reference.items()} == want
 
@@ -608,8 +615,8 @@ def test_alternating_draft_counts_around_a_boundary(device, layout):
     for slot in range(num):
         text.start(slot, n[slot], column[slot])
     names = {"n": n, "column": column, "accepted": [1] * num, "source": [-1] * num, "bias": [0] * num}
-    names |= {"work_list": [0] * num, "work_count": [0]}
-    state = {k: case.int32(v) for k, v in names.items()}
+    names |= {"work_list": [0] * num, "work_count": [0], "totals": [0, 0]}
+    state = as_tensors(names, device)
     mapping = case.int32(case.rng.sample(range(num), num))
     table, metadata = case.table.to(device), case.metadata()
     for q, kept in ((None, None), (1, 1), (4, 2), (4, 4)):
