@@ -10,10 +10,12 @@ from typing import Any
 
 import openai
 from asks import Answer, Ask, Choice
+from cells import Cell, server_cells
 from live_server import LiveServer, call
 
 from mambalign.engine.messages import EngineStats
 
+MODES = ("sync", "async-stream", "async", "sync-stream")
 IDLE_SECONDS = 20.0  # how long a server may take to notice that its clients have gone
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "mamba_cache_usage_perc")
 MANY = 10**6  # seconds of patience: the tests have a timeout of their own
@@ -126,6 +128,12 @@ class HttpClient:
             assert self.server.stop() == 0, self.server.output
         finally:
             self.server.kill()
+
+
+def open_server(cell: Cell, pools: str) -> HttpClient:
+    """A cell's server; the clients' modes go round over the cells."""
+    mode = MODES[server_cells().index(cell) % len(MODES)]
+    return HttpClient(cell.arguments(cell.pools(pools)), mode)
 
 
 class _Moments:

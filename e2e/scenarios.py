@@ -89,7 +89,7 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 def cold_and_warm(suite: Suite) -> None:
     """First nothing is cached, then the hit law; the metrics say the same."""
-    size, reply = suite.cell.block_tokens, 24
+    size, reply = suite.cell.block_tokens, 18
     lengths = [1, size - 1, size + 1, 2 * size - 5, 2 * size + size // 2]
     prompts = suite.prompts(["bisect", "argparse", "textwrap", "heapq", "shlex"], lengths, reply)
     asks = asks_for(prompts, reply)
@@ -113,7 +113,7 @@ def assert_drafts_counted(before: EngineStats, after: EngineStats, answers: Sequ
 
 def block_multiples(suite: Suite) -> None:
     """Prompts of kB-1, kB and kB+1 tokens, each an extension of the one before, then 1..W tokens behind kB."""
-    size, reply = suite.cell.block_tokens, 12
+    size, reply = suite.cell.block_tokens, 9
     for module, k in (("fnmatch", 1), ("csv", 2)):
         longest = suite.oracle.prompt(module, k * size + WINDOW + 1, reply)
         for n, seen in ((k * size - 1, 0), (k * size, k * size - 1), (k * size + 1, k * size)):
@@ -126,7 +126,7 @@ def block_multiples(suite: Suite) -> None:
 
 def junction(suite: Suite) -> None:
     """Texts that share 1.5 blocks: the second leaves a state where they part, the third resumes from it."""
-    size, reply = suite.cell.block_tokens, 16
+    size, reply = suite.cell.block_tokens, 9
     shared = suite.oracle.source("configparser")[: size + size // 2]
     tails = [("string", 3 * size + size // 2), ("calendar", 3 * size + 5), ("difflib", 2 * size + size // 2 + 3)]
     prompts = [suite.oracle.prompt(module, length, reply, prefix=shared) for module, length in tails]
@@ -138,7 +138,7 @@ def junction(suite: Suite) -> None:
 
 def conversation(suite: Suite) -> None:
     """Turns that grow by reply and new text; the generation header stays in the text, or gives way to the reply."""
-    size, reply = suite.cell.block_tokens, 21
+    size, reply = suite.cell.block_tokens, 18
     header = suite.oracle.source("sched")[40 : 40 + HEADER_TOKENS]
     for keeps_header, module in ((True, "statistics"), (False, "tempfile")):
         history: list[int] = []
@@ -155,7 +155,7 @@ def conversation(suite: Suite) -> None:
 
 def abort(suite: Suite) -> None:
     """Some leave at a random step; the others do not notice, and a repeat finds nothing wrong in the cache."""
-    size, reply = suite.cell.block_tokens, 32
+    size, reply = suite.cell.block_tokens, 24
     modules = ["zipfile", "queue", "argparse", "heapq", "shlex", "csv"]
     lengths = [2 * size + 7, size + 3, 3 * size - 2, 9, 2 * size, size - 3]
     asks = asks_for(suite.prompts(modules, lengths, reply), reply)
@@ -181,7 +181,7 @@ def preemption(suite: Suite) -> None:
 
 def reset(suite: Suite) -> None:
     """The cache is forgotten while requests run, one of which repeats another's prompt right after."""
-    size, reply = suite.cell.block_tokens, 32
+    size, reply = suite.cell.block_tokens, 24
     lengths = [2 * size + 5, size + 1, size - 4]
     prompts = suite.prompts(["calendar", "statistics", "zipfile"], lengths, reply)
     asks = asks_for(prompts, reply)
@@ -211,7 +211,7 @@ def eviction(suite: Suite) -> None:
 
 def choices_at_cold_start(suite: Suite) -> None:
     """Several choices of a prompt that nobody has computed yet, and the same prompt twice more in the same step."""
-    size, reply = suite.cell.block_tokens, 20
+    size, reply = suite.cell.block_tokens, 14
     prompt = suite.oracle.prompt("queue", 2 * size + 2, reply)
     greedy = Ask(prompt, reply, n=3)
     sampled = Ask(prompt, reply, logprobs=True, n=2, temperature=0.8, seed=7)
@@ -227,7 +227,7 @@ def choices_at_cold_start(suite: Suite) -> None:
 
 def consumers(suite: Suite) -> None:
     """Requests resume from blocks that their producer has just published, while it decodes on."""
-    size, reply, short = suite.cell.block_tokens, 44, 16
+    size, reply, short = suite.cell.block_tokens, 40, 9
     prompt = suite.oracle.prompt("textwrap", size + 5, reply)
     text = suite.oracle.expected(prompt, reply).token_ids
     asks = [Ask(prompt, reply)]
@@ -244,7 +244,7 @@ def consumers(suite: Suite) -> None:
 
 def without_cache(suite: Suite) -> None:
     """Migration without look-up (SD cells), or no boundary kept at all (DS cells): the same texts, and no hits."""
-    size, reply = suite.cell.block_tokens, 24
+    size, reply = suite.cell.block_tokens, 18
     lengths = [size - 1, size + 1, 2 * size - 5]
     asks = asks_for(suite.prompts(["argparse", "textwrap", "heapq"], lengths, reply), reply)
     for _ in range(2):

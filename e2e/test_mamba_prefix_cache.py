@@ -13,7 +13,7 @@ from oracle import Oracle
 from scripted_engine import Copy, Drafts, ScriptedEngine, Step
 
 HEADER_TOKENS = 16  # this close before a prompt's end, the boundary before the last is kept as well
-NUM_TOKENS = 33  # of each text here
+LONGEST_SCRIPT = 17  # tokens
 
 
 def make_engine(oracle: Oracle, runner: str, layout: str, spec_tokens: int, block_tokens: int) -> ScriptedEngine:
@@ -31,7 +31,18 @@ def make_engine(oracle: Oracle, runner: str, layout: str, spec_tokens: int, bloc
     )
 
 
-@pytest.fixture(scope="module", params=[(r, layout) for r in RUNNERS for layout in LAYOUTS], ids="-".join)
+# Sweeps run over each runner and each layout once, and over every pair with --all.
+PAIRS = [(runner, layout) for runner in RUNNERS for layout in LAYOUTS]
+FEW_PAIRS = [
+    pytest.param(
+        pair, id="-".join(pair), marks=[] if RUNNERS.index(pair[0]) == LAYOUTS.index(pair[1]) else pytest.mark.slow
+    )
+    for pair in PAIRS
+]
+in_few_pairs = pytest.mark.parametrize("engine", FEW_PAIRS, indirect=True)
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
 def engine(request: pytest.FixtureRequest, oracle: Oracle) -> Iterator[ScriptedEngine]:
     """B = 8 and S = 3."""
     engine = make_engine(oracle, *request.param, spec_tokens=3, block_tokens=8)
@@ -48,8 +59,13 @@ def is_v1(engine: ScriptedEngine) -> bool:
     return engine.core.config.runner.runner == "v1"
 
 
-def prompt_of(oracle: Oracle, length: int) -> list[int]:
-    return oracle.prompt("shlex", length, NUM_TOKENS + 9)
+def num_tokens(engine: ScriptedEngine) -> int:
+    """Of each text: V2 drafts less where the text could end within two steps."""
+    return LONGEST_SCRIPT + 2 * (engine.core.spec_tokens + 1)
+
+
+def prompt_of(engine: ScriptedEngine, length: int) -> list[int]:
+    return engine.oracle.prompt("shlex", length, num_tokens(engine) + engine.core.spec_tokens + 1)
 
 
 def assert_steps(engine: ScriptedEngine, prompt: list[int], expected: Sequence[Step]) -> None:
@@ -64,7 +80,7 @@ def assert_steps(engine: ScriptedEngine, prompt: list[int], expected: Sequence[S
 
 def assert_cached_states(engine: ScriptedEngine, prompt: list[int], boundaries: Sequence[int]) -> None:
     """The cache holds these boundaries of the text, each as a prefill of exactly so many tokens leaves it."""
-    text = prompt + engine.oracle.expected(prompt, NUM_TOKENS).token_ids
+    text = prompt + engine.oracle.expected(prompt, num_tokens(engine)).token_ids
     states = {m: engine.cached_state(text[:m]) for m in boundaries}
     assert None not in states.values(), f"cached: {[m for m in states if states[m]]} of {list(boundaries)}"
     for m, state in states.items():
@@ -163,16 +179,16 @@ TABLES: dict[str, tuple[int, tuple[int, ...], list[Step]]] = {
 @pytest.mark.parametrize("name", TABLES)
 def test_table(engine: ScriptedEngine, name: str) -> None:
     num_prompt_tokens, num_kept, steps = TABLES[name]
-    prompt = prompt_of(engine.oracle, num_prompt_tokens)
-    engine.run([prompt], [keep(engine, *num_kept)], NUM_TOKENS)
+    prompt = prompt_of(engine, num_prompt_tokens)
+    engine.run([prompt], [keep(engine, *num_kept)], num_tokens(engine))
     assert_steps(engine, prompt, steps)
-    assert_cached_states(engine, prompt, range(8, num_prompt_tokens + NUM_TOKENS, 8))
+    assert_cached_states(engine, prompt, range(8, num_prompt_tokens + num_tokens(engine), 8))
 
 
 def test_a_step_without_drafts_runs_where_rejected_drafts_had_led(engine: ScriptedEngine) -> None:
     """n = m - 2, q = 4, one kept; then q = 1: the running column stays one past the token's own."""
-    prompt = prompt_of(engine.oracle, 6)
-    engine.run([prompt], [[Drafts(3, 0), Drafts(0, 0), Drafts(0, 0), Drafts(3, 3)]], NUM_TOKENS)
+    prompt = prompt_of(engine, 6)
+    engine.run([prompt], [[Drafts(3, 0), Drafts(0, 0), Drafts(0, 0), Drafts(3, 3)]], num_tokens(engine))
     if is_v1(engine):  # V2 runs as many tokens in every step
         expected = [
             Step(0, 6, [0]),
@@ -182,7 +198,7 @@ def test_a_step_without_drafts_runs_where_rejected_drafts_had_led(engine: Script
             Step(9, 4, [1, 2, 3, 4]),
         ]
         assert_steps(engine, prompt, expected)
-    assert_cached_states(engine, prompt, range(8, 6 + NUM_TOKENS, 8))
+    assert_cached_states(engine, prompt, range(8, 6 + num_tokens(engine), 8))
 
 
 # By rule.
@@ -225,11 +241,11 @@ def run_sweep(engine: ScriptedEngine) -> None:
     spec_tokens, size = engine.core.spec_tokens, engine.block_tokens
     biases, ends = set(), set()
     for num_prompt_tokens, num_kept in scripts_around_a_boundary(spec_tokens, size):
-        prompt, script = prompt_of(engine.oracle, num_prompt_tokens), keep(engine, *num_kept)
-        engine.run([prompt], [script], NUM_TOKENS)
+        prompt, script = prompt_of(engine, num_prompt_tokens), keep(engine, *num_kept)
+        engine.run([prompt], [script], num_tokens(engine))
         steps = play(num_prompt_tokens, script, size, spec_tokens)
         assert_steps(engine, prompt, steps)
-        boundaries = range(size, num_prompt_tokens + NUM_TOKENS, size)
+        boundaries = range(size, num_prompt_tokens + num_tokens(engine), size)
         for step, kept in zip(steps[1:], num_kept, strict=True):
             biases |= {step.before.source_column - (step.before.dest_column - 1)} if step.before else set()
             ends.add(min((step.n + kept - m for m in boundaries), key=abs))
@@ -246,6 +262,7 @@ def assert_checked(engine: ScriptedEngine) -> None:
     assert stats.fused_copy_mismatches_total == 0
 
 
+@in_few_pairs
 def test_every_bias_at_a_boundary(engine: ScriptedEngine) -> None:
     run_sweep(engine)
 
@@ -266,29 +283,31 @@ ALTERNATING = {
 }
 
 
+@in_few_pairs
 @pytest.mark.parametrize("name", ALTERNATING)
 def test_alternating(engine: ScriptedEngine, name: str) -> None:
     """Steps with and without drafts, beginning at every distance from a boundary."""
     script = ALTERNATING[name]
     for distance in range(6):
-        prompt = prompt_of(engine.oracle, 16 - distance)
-        engine.run([prompt], [script], NUM_TOKENS)
+        prompt = prompt_of(engine, 16 - distance)
+        engine.run([prompt], [script], num_tokens(engine))
         if is_v1(engine):
             assert_steps(engine, prompt, play(len(prompt), script[:5], 8, 3))
-        assert_cached_states(engine, prompt, range(8, len(prompt) + NUM_TOKENS, 8))
+        assert_cached_states(engine, prompt, range(8, len(prompt) + num_tokens(engine), 8))
 
 
+@in_few_pairs
 def test_all_scripts_in_one_batch(engine: ScriptedEngine) -> None:
     """Rows with drafts, without, and of every kept count side by side; more requests than rows."""
-    scripts = [*ALTERNATING.values(), *(keep(engine, *[k] * NUM_TOKENS) for k in (1, 2, 3, 4)), []]
-    prompts = [prompt_of(engine.oracle, 16 - i) for i in range(len(scripts))]
-    engine.run(prompts, scripts, NUM_TOKENS)
+    scripts = [*ALTERNATING.values(), *(keep(engine, *[k] * num_tokens(engine)) for k in (1, 2, 3, 4)), []]
+    prompts = [prompt_of(engine, 16 - i) for i in range(len(scripts))]
+    engine.run(prompts, scripts, num_tokens(engine))
     for prompt in prompts:
         assert_cached_states_exist(engine, prompt)
     assert_checked(engine)
 
 
 def assert_cached_states_exist(engine: ScriptedEngine, prompt: list[int]) -> None:
-    text = prompt + engine.oracle.expected(prompt, NUM_TOKENS).token_ids
+    text = prompt + engine.oracle.expected(prompt, num_tokens(engine)).token_ids
     for m in range(8, len(text) - 1, 8):
         assert engine.cached_state(text[:m]) is not None, f"state after {m} tokens of a prompt of {len(prompt)}"
