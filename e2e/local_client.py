@@ -4,9 +4,11 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from asks import Answer, Ask, Choice, sampling_params
+from cells import default_model
 
 from mambalign.engine import LLM
 from mambalign.engine.block_pool import BlockPool
@@ -61,7 +63,8 @@ class LocalClient:
     """Owns an `LLM`. Runners on a CPU have run a step when `step` returns, so that poison hits nothing in flight."""
 
     def __init__(self, **options: Any):
-        self.llm = LLM(**options)
+        with mock.patch("mambalign.engine.core.load_model", return_value=default_model()):  # half a second each
+            self.llm = LLM(**options)
         self.core: EngineCore = self.llm.core
         self.poison = Poison(self.core)
         self._factory = RequestFactory(seed=0)
