@@ -15,7 +15,7 @@ from oracle import Oracle
 
 from mambalign.engine.request import Request
 from mambalign.worker.batch import ScheduledRow, SchedulerOutput
-from mambalign.worker.model_step import StepRow
+from mambalign.worker.forward_batch import NO_TOKEN, StepRows
 from mambalign.worker.sampling_params import SamplingParams
 
 
@@ -87,23 +87,31 @@ class ScriptedEngine:
         )
 
         def execute_model(scheduled: SchedulerOutput) -> Any:
+            self._rows = scheduled.rows  # V1 puts them into batch order, in place
             self._snapshots = [self._snapshot(scheduled.rows)]
             result = execute(scheduled)
             self._record(scheduled.rows)
             return result
 
-        def watched_forward(rows: list[StepRow]) -> torch.Tensor:
-            self._rows = rows
-            self._snapshots.append(self._snapshot([row.scheduled for row in rows]))
+        def watched_forward(rows: StepRows) -> torch.Tensor:
+            self._computed = rows.num_computed.tolist()
+            self._snapshots.append(self._snapshot(self._rows))
             return forward(rows)
 
-        def watched_sample(rows: list[StepRow], hidden: torch.Tensor) -> Any:
-            self._snapshots.append(self._snapshot([row.scheduled for row in rows]))
-            return sample(rows, hidden)
+        def watched_sample(*args: Any) -> Any:
+            self._snapshots.append(self._snapshot(self._rows))
+            return sample(*args)
 
-        def scripted_propose(rows: list[StepRow], hidden: torch.Tensor, tokens: list[list[int]]) -> list[list[int]]:
-            propose(rows, hidden, tokens)
-            return [self._drafts(row) if kept else [] for row, kept in zip(rows, tokens, strict=True)]
+        def scripted_propose(
+            rows: StepRows, hidden: torch.Tensor, sampled: torch.Tensor, num_final: torch.Tensor
+        ) -> torch.Tensor:
+            drafts = torch.full_like(propose(rows, hidden, sampled, num_final), NO_TOKEN)
+            lengths = (rows.num_computed + num_final + 1).tolist()
+            for i, (row, length) in enumerate(zip(self._rows, lengths, strict=True)):
+                if row.num_samples:
+                    scripted = self._drafts(self._prompt(row), row.request_id, length)
+                    drafts[i, : len(scripted)] = torch.tensor(scripted, dtype=torch.int64)
+            return drafts
 
         runner.execute_model = execute_model
         runner.step.forward, runner.step.sample, runner.step.propose_mtp = (
@@ -124,20 +132,23 @@ class ScriptedEngine:
     def _record(self, rows: Sequence[ScheduledRow]) -> None:
         start, before_pass, after_pass = self._snapshots
         end = self._snapshot(rows)
-        for row in self._rows:
-            name, held = row.scheduled.request_id, sorted(row.scheduled.mamba_blocks)
+        for row, n in zip(rows, self._computed, strict=True):
+            name, held = row.request_id, sorted(row.mamba_blocks)
             before = explanations(start[name], before_pass[name])
             after = explanations(after_pass[name], end[name])
-            step = SeenStep(row.num_computed_tokens, row.num_tokens, held, before, after)
-            self.steps.setdefault(tuple(row.request.prompt_token_ids), []).append(step)
+            step = SeenStep(n, row.num_tokens, held, before, after)
+            self.steps.setdefault(self._prompt(row), []).append(step)
 
-    def _drafts(self, row: StepRow) -> list[int]:
-        name, prompt = row.request.request_id, tuple(row.request.prompt_token_ids)
+    def _prompt(self, row: ScheduledRow) -> tuple[int, ...]:
+        return tuple(self.core.scheduler.requests[row.request_id].prompt_token_ids)
+
+    def _drafts(self, prompt: tuple[int, ...], name: str, num_tokens: int) -> list[int]:
+        """What follows the first `num_tokens` of the text, by the script."""
         at = self._num_samples.get(name, 0)
         self._num_samples[name] = at + 1
         script, most = self._scripts[prompt], self.core.spec_tokens
         num_drafts, num_right = script[at] if at < len(script) else Drafts(most, most)
-        num_output = len(row.request.output_token_ids)
+        num_output = num_tokens - len(prompt)
         true = self._texts[prompt][num_output : num_output + num_drafts]
         vocab_size = self.core.vocab_size
         return [token if i < num_right else (token + 1) % vocab_size for i, token in enumerate(true)]

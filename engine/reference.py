@@ -15,7 +15,9 @@ from pathlib import Path
 
 import torch
 
-from mambalign.worker.forward_batch import AttentionBatch, ForwardBatch, MambaBatch
+from mambalign.kernels.attention_rows import AttentionRows
+from mambalign.kernels.rows import MambaRows
+from mambalign.worker.forward_batch import NO_BLOCK, ForwardBatch
 from mambalign.worker.models.registry import load_model
 from mambalign.worker.sampler import Sampler, SampleRow
 from mambalign.worker.sampling_params import SamplingParams, TokenLogprobs
@@ -89,22 +91,31 @@ class ReferenceEngine:
 
     def _one_row(self, token_ids: list[int], num_computed: int, cache: StateCache) -> ForwardBatch:
         """`token_ids` at the positions after `num_computed`: the prompt, or one token against what is remembered."""
-        positions = torch.arange(num_computed, num_computed + len(token_ids))
-        num_kv_blocks = cache.keys[0].shape[0] if cache.keys else 1
-        attention = AttentionBatch(
-            query_lens=[len(token_ids)],
-            context_lens=[num_computed],
-            block_table=torch.arange(1, num_kv_blocks, dtype=torch.int32)[None],
-            slot_mapping=KV_BLOCK_TOKENS + positions,  # blocks 1, 2, 3, ... in order
+        num_tokens, num_kv_blocks = len(token_ids), cache.keys[0].shape[0] if cache.keys else 1
+        positions = torch.arange(num_computed, num_computed + num_tokens)
+
+        def one(value: int) -> torch.Tensor:
+            return torch.tensor([value], dtype=torch.int32)
+
+        attention = AttentionRows(
+            query_start=one(0),
+            query_len=one(num_tokens),
+            context_len=one(num_computed),
+            block_table=torch.arange(1, num_kv_blocks, dtype=torch.int32)[None],  # blocks 1, 2, 3, ... in order
+            max_query_len=num_tokens,
+            max_context_len=num_computed + num_tokens,
         )
-        mamba = MambaBatch(
-            query_lens=[len(token_ids)],
-            is_decode=[num_computed > 0],
-            has_state=[num_computed > 0],
-            running_column=[0],
-            num_accepted=[1],
-            block_table=[{0: STATE_BLOCK}],
-            boundaries=[],
-            conv_layout=cache.conv_layout,
+        state_block = torch.full((num_tokens,), NO_BLOCK, dtype=torch.int32)
+        state_block[-1] = STATE_BLOCK
+        mamba = MambaRows(
+            query_start=one(0),
+            query_len=one(num_tokens),
+            conv_block=one(STATE_BLOCK),
+            conv_offset=one(0),
+            temporal_block=one(STATE_BLOCK if num_computed else NO_BLOCK),
+            is_decode=one(num_computed > 0),
+            state_block=state_block,
+            max_query_len=num_tokens,
+            all_decode=num_computed > 0,
         )
-        return ForwardBatch(torch.tensor(token_ids), positions, attention, mamba)
+        return ForwardBatch(torch.tensor(token_ids), positions, KV_BLOCK_TOKENS + positions, attention, mamba)

@@ -46,6 +46,11 @@ class ScheduledRow:
     def samples(self) -> bool:
         return self.next_token_id is None
 
+    @property
+    def num_samples(self) -> int:
+        """A decode row samples after each of its tokens, a prompt after its last."""
+        return self.num_tokens if self.is_decode else int(self.samples)
+
 
 @dataclass
 class SchedulerOutput:

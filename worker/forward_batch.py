@@ -1,62 +1,175 @@
-"""The shape of one forward pass: which tokens run, and where their KV and state live.
+"""One step as tensors: which tokens run, and where their KV and states live. Owns no memory but its own.
 
-Owns no memory. A runner builds these from a `SchedulerOutput`; models and kernels read them.
-Lists are host integers (loops, shapes); tensors are on the model's device.
+`StepLayout` is what the host knows, sent to the device in one transfer. `StepRows` adds what only the device may know
+(V2): how far each row is, where its live state lies, which tokens it runs. `forward_batch` turns both into addresses,
+on the device, without reading anything back.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from mambalign.kernels.attention_rows import AttentionRows
+from mambalign.kernels.rows import MambaRows
+from mambalign.worker.batch import ScheduledRow
+from mambalign.worker.state_cache import StateCache
+
+NO_TOKEN = -1  # a position whose token the device fills in, or a draft that is not there: equal to no token
+NO_BLOCK = -1  # nothing is kept
+
 
 @dataclass(frozen=True)
-class AttentionBatch:
-    """Where R rows of queries, T tokens in all, find and put their keys and values.
+class StepLayout:
+    """R rows of T tokens, N of which are sampled from: shapes on the host, index lists on the device.
 
-    Row r's queries are the positions `context_lens[r] .. context_lens[r] + query_lens[r] - 1`; it sees the keys
-    `first_key .. its own position`. Keys before `context_lens[r]` are in the cache already.
+    Tokens `query_start[r] .. query_start[r] + query_len[r] - 1` are row r's. A token that belongs to no row (padding
+    behind a row's last) is inert: it is computed and written nowhere.
     """
 
-    query_lens: list[int]  # [R], each >= 1
-    context_lens: list[int]  # [R]
-    block_table: torch.Tensor  # [R, max blocks a row], int32, entries past the row's length are 0
-    slot_mapping: torch.Tensor  # [T], int64: block id * kv_block_tokens + offset
-    first_key: int = 0  # 1 for the drafter, whose slot 0 has no input
+    num_rows: int
+    num_tokens: int
+    num_samples: int
+    max_query_len: int
+    max_context_len: int  # at least every row's tokens, those of this step included
+    all_decode: bool
+    resumed: list[int]  # rows that begin behind a cached prefix with this step
+    query_start: torch.Tensor  # int32 [R]
+    query_len: torch.Tensor  # int32 [R]
+    is_decode: torch.Tensor  # int32 [R]
+    samples_of_row: torch.Tensor  # int32 [R]: a decode row samples after each token, a prompt after its last
+    sample_start: torch.Tensor  # int64 [R], the row's first in the list of samples
+    drafting: torch.Tensor  # int64 [.], rows that sample
+    row_of_token: torch.Tensor  # int64 [T]
+    offset_of_token: torch.Tensor  # int64 [T], within the row
+    token_ids: torch.Tensor  # int64 [T], NO_TOKEN where the device knows
+    next_token_ids: torch.Tensor  # int64 [T], the token after each; NO_TOKEN where it is sampled
+    boundary_block: torch.Tensor  # int64 [T], of tokens that end at a boundary that is asked for; else NO_BLOCK
+    sample_index: torch.Tensor  # int64 [N], the token that each sample follows
+    kv_table: torch.Tensor  # int32 [R, W], 0 past the row's blocks
+
+
+def lay_out(rows: list[ScheduledRow], cache: StateCache, resumed: set[str]) -> StepLayout:
+    """Lay a step's rows side by side. `resumed`: requests that begin with it, some of their text cached."""
+    query_len = np.array([row.num_tokens for row in rows])
+    query_start = np.cumsum(query_len) - query_len
+    num_tokens = int(query_len.sum())
+    is_decode = np.array([row.is_decode for row in rows])
+    samples = np.array([row.num_samples for row in rows])
+    row_of_token = np.repeat(np.arange(len(rows)), query_len)
+    offset = np.arange(num_tokens) - query_start[row_of_token]
+    token_ids = np.array([token for row in rows for token in row.token_ids])
+    next_token_ids = np.append(token_ids[1:], NO_TOKEN)
+    next_token_ids[query_start + query_len - 1] = [
+        NO_TOKEN if row.next_token_id is None else row.next_token_id for row in rows
+    ]
+    boundary_block = np.full(num_tokens, NO_BLOCK)
+    for start, row in zip(query_start.tolist(), rows, strict=True):
+        for m in row.boundaries:
+            column = m // cache.mamba_block_tokens - 1
+            boundary_block[start + m - row.num_computed_tokens - 1] = row.mamba_blocks[column]
+    kv_table = np.zeros((len(rows), max(len(row.kv_blocks) for row in rows)), np.int64)
+    for i, row in enumerate(rows):
+        kv_table[i, : len(row.kv_blocks)] = row.kv_blocks
+    is_sampled = offset >= (query_len - samples)[row_of_token]
+    parts = _send(
+        [
+            *(query_start, query_len, is_decode, samples, np.cumsum(samples) - samples, np.flatnonzero(samples)),
+            *(row_of_token, offset, token_ids, next_token_ids, boundary_block, np.flatnonzero(is_sampled)),
+            kv_table.reshape(-1),
+        ],
+        cache.device,
+    )
+    return StepLayout(
+        len(rows),
+        num_tokens,
+        int(samples.sum()),
+        int(query_len.max()),
+        kv_table.shape[1] * cache.kv_block_tokens,
+        bool(is_decode.all()),
+        [i for i, row in enumerate(rows) if row.request_id in resumed],
+        *(part.int() for part in parts[:4]),
+        *parts[4:12],
+        parts[12].view(len(rows), -1).int(),
+    )
+
+
+def _send(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """int64 tensors of these arrays, sent at once; on a GPU without waiting, from pinned memory of their own."""
+    packed = torch.from_numpy(np.concatenate(arrays, dtype=np.int64, casting="unsafe"))
+    if device.type == "cuda":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    return list(packed.split([len(array) for array in arrays]))
 
 
 @dataclass(frozen=True)
-class Boundary:
-    """A state to keep from inside a prefill row: the one after `num_tokens` of the row's tokens, into `block_id`."""
+class StepRows:
+    """A step's rows after `preprocess_mamba`: int32 [R] on the device, but for the table and the tokens."""
 
-    row: int
-    num_tokens: int  # 1 .. query_len
-    block_id: int
-
-
-@dataclass(frozen=True)
-class MambaBatch:
-    """Where R rows find and leave their recurrent states (DESIGN section 2, after `preprocess_mamba`).
-
-    A decode row reads column `running_column + num_accepted - 1`, and leaves the temporal state (and carry) of its
-    token j in column `running_column + j`; its conv window starts at slot `num_accepted - 1`. A prefill row reads and
-    leaves `running_column`; with `has_state` False it starts from zeros and reads no block.
-    """
-
-    query_lens: list[int]  # [R]
-    is_decode: list[bool]  # [R]
-    has_state: list[bool]  # [R], n > 0
-    running_column: list[int]  # [R]
-    num_accepted: list[int]  # [R], 1 for prefill rows
-    block_table: list[dict[int, int]]  # [R], column -> block id, the columns that the row holds
-    boundaries: list[Boundary]
-    conv_layout: str  # "SD" or "DS"
+    layout: StepLayout
+    num_computed: torch.Tensor  # n
+    running_column: torch.Tensor
+    num_accepted: torch.Tensor
+    mamba_table: torch.Tensor  # int32 [R, columns]
+    token_ids: torch.Tensor  # int64 [T]; NO_TOKEN where a draft is missing
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
     """One pass of the target model over T tokens of R rows."""
 
-    input_ids: torch.Tensor  # [T], int64
-    positions: torch.Tensor  # [T], int64, absolute
-    attention: AttentionBatch
-    mamba: MambaBatch
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T], absolute
+    slot_mapping: torch.Tensor  # int64 [T]: KV block * kv_block_tokens + offset; negative: not written
+    attention: AttentionRows
+    mamba: MambaRows
+
+
+def forward_batch(rows: StepRows, cache: StateCache) -> ForwardBatch:
+    """Addresses of a step (DESIGN section 2): what each row reads, and where each token leaves its state."""
+    layout = rows.layout
+    row, offset = layout.row_of_token, layout.offset_of_token
+    is_inert = offset >= layout.query_len[row]
+    positions = rows.num_computed[row] + offset
+    running = rows.running_column.long()[:, None]
+    running_block = rows.mamba_table.gather(1, running)
+    live_block = rows.mamba_table.gather(1, running + (rows.num_accepted - 1)[:, None])
+    last_column = rows.mamba_table.shape[1] - 1
+    left_in = rows.mamba_table[row, (running[row, 0] + offset).clamp_(max=last_column)]  # by a decode row's token
+    is_last = offset == layout.query_len[row] - 1
+    of_prefill = torch.where(is_last, running_block[row, 0], layout.boundary_block)
+    state_block = torch.where(layout.is_decode[row] != 0, left_in, of_prefill).masked_fill_(is_inert, NO_BLOCK)
+    return ForwardBatch(
+        token_ids=rows.token_ids.clamp(min=0),  # a draft may be missing: what it computes is not accepted
+        positions=positions,
+        slot_mapping=slots_of(layout.kv_table, row, positions, is_inert, cache),
+        attention=AttentionRows(
+            query_start=layout.query_start,
+            query_len=layout.query_len,
+            context_len=rows.num_computed,
+            block_table=layout.kv_table,
+            max_query_len=layout.max_query_len,
+            max_context_len=layout.max_context_len,
+            first_key=0,
+        ),
+        mamba=MambaRows(
+            query_start=layout.query_start,
+            query_len=layout.query_len,
+            conv_block=running_block[:, 0],
+            conv_offset=rows.num_accepted - 1,
+            temporal_block=live_block[:, 0].masked_fill(rows.num_computed == 0, NO_BLOCK),
+            is_decode=layout.is_decode,
+            state_block=state_block.int(),
+            max_query_len=layout.max_query_len,
+            all_decode=layout.all_decode,
+        ),
+    )
+
+
+def slots_of(
+    kv_table: torch.Tensor, row: torch.Tensor, positions: torch.Tensor, is_inert: torch.Tensor, cache: StateCache
+) -> torch.Tensor:
+    """KV slots int64 [T] of positions [T] of rows [T]; -1 for inert tokens."""
+    size = cache.kv_block_tokens
+    column = (positions // size).clamp_(max=kv_table.shape[1] - 1)
+    return (kv_table[row, column] * size + positions % size).long().masked_fill_(is_inert, -1)

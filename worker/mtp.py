@@ -6,80 +6,111 @@ committed, with the target's hidden states, over what earlier feedback drafts le
 draft on from the last slot. Nothing of the drafter's ever reaches the text.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from mambalign.worker.forward_batch import AttentionBatch
+from mambalign.kernels.attention_rows import AttentionRows
+from mambalign.kernels.sampling import argmax_rows
+from mambalign.worker.forward_batch import NO_TOKEN, StepRows, slots_of
 from mambalign.worker.state_cache import StateCache
+
+FIRST_KEY = 1  # slot 0 is empty
 
 
 class DraftModel(Protocol):
     def mtp_forward(
-        self, prev_hidden: torch.Tensor, token_ids: torch.Tensor, attention: AttentionBatch, cache: StateCache
+        self,
+        prev_hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        attention: AttentionRows,
+        cache: StateCache,
     ) -> torch.Tensor: ...
 
     def mtp_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True)
-class DraftRow:
-    """One row's committed tokens: `token_ids[i]` at position `first_position + i`, after `prev_hidden[i]`."""
-
-    prev_hidden: torch.Tensor  # [k, hidden], k >= 1
-    token_ids: list[int]  # [k]
-    first_position: int  # >= 1
-    kv_blocks: list[int]
-    wants_drafts: bool  # False while a prompt is still being read
-
-
 class MtpProposer:
-    """Fills the drafter's slots for every row, then drafts `num_spec_tokens` tokens for the rows that want them."""
+    """Fills the drafter's slots for every row, then drafts `num_spec_tokens` tokens for the rows that sampled."""
 
     def __init__(self, model: DraftModel, cache: StateCache, num_spec_tokens: int):
         self.model = model
         self.cache = cache
         self.num_spec_tokens = num_spec_tokens
 
-    def propose(self, rows: list[DraftRow]) -> list[list[int]]:
-        """Drafts of each row, [] for rows that want none."""
-        lens = [len(row.token_ids) for row in rows]
-        attention = attention_batch([r.kv_blocks for r in rows], [r.first_position for r in rows], lens, self.cache)
-        token_ids = torch.tensor([t for row in rows for t in row.token_ids])
-        hidden = self.model.mtp_forward(torch.cat([r.prev_hidden for r in rows]), token_ids, attention, self.cache)
-        last = torch.tensor(lens).cumsum(0) - 1
-        drafting = [i for i, row in enumerate(rows) if row.wants_drafts]
-        drafts: list[list[int]] = [[] for _ in rows]
-        if drafting:
-            chosen = [rows[i] for i in drafting]
-            for i, tokens in zip(drafting, self._feed_back(chosen, hidden[last[drafting]]), strict=True):
-                drafts[i] = tokens
-        return drafts
+    def resume(self, rows: StepRows, temporal_block: torch.Tensor) -> None:
+        """Fill slot n of rows that begin behind a cached prefix, from the hidden state that their checkpoint carries.
 
-    def _feed_back(self, rows: list[DraftRow], hidden: torch.Tensor) -> list[list[int]]:
-        """Greedy drafts from the head's output `hidden` [rows, hidden] at each row's last filled slot."""
-        blocks = [row.kv_blocks for row in rows]
-        position = [row.first_position + len(row.token_ids) for row in rows]
-        steps = [self.model.mtp_logits(hidden).argmax(-1)]
+        Before the target's pass, which overwrites the carry. temporal_block int32 [R].
+        """
+        layout = rows.layout
+        resumed = torch.tensor(layout.resumed, device=self.cache.device)
+        carry = self.cache.carry[temporal_block[resumed]]
+        token_ids = rows.token_ids[layout.query_start[resumed]]
+        self._one_token_each(carry, token_ids, layout.kv_table[resumed], rows.num_computed[resumed], None)
+
+    def propose(
+        self, rows: StepRows, hidden: torch.Tensor, next_ids: torch.Tensor, num_final: torch.Tensor
+    ) -> torch.Tensor:
+        """Draft from the target's hidden states.
+
+        hidden [T, hidden]; next_ids int64 [T], the token after each; num_final int32 [R], tokens of each row that are
+        final. Returns int64 [R, S]; NO_TOKEN in rows that did not sample.
+        """
+        layout, row = rows.layout, rows.layout.row_of_token
+        first = rows.num_computed + 1  # the position of the token after the row's first
+        positions = first[row] + layout.offset_of_token
+        is_inert = layout.offset_of_token >= num_final[row]
+        attention = self._attention(layout.query_start, num_final, first, layout.kv_table, layout.max_query_len)
+        slots = slots_of(layout.kv_table, row, positions, is_inert, self.cache)
+        hidden = self.model.mtp_forward(hidden, next_ids, slots, attention, self.cache)
+        drafts = torch.full((layout.num_rows, self.num_spec_tokens), NO_TOKEN, device=hidden.device)
+        if not layout.num_samples:
+            return drafts
+        last = layout.query_start + (num_final - 1).clamp_(min=0)
+        position, table, has_tokens = first + num_final, layout.kv_table, num_final > 0
+        drafting = layout.drafting
+        if len(drafting) < layout.num_rows:
+            last, position, table, has_tokens = (t[drafting] for t in (last, position, table, has_tokens))
+        steps = self._feed_back(hidden.index_select(0, last), position, table, has_tokens)
+        if len(drafting) < layout.num_rows:
+            return drafts.index_copy_(0, drafting, steps)
+        return steps
+
+    def _feed_back(
+        self, hidden: torch.Tensor, position: torch.Tensor, kv_table: torch.Tensor, has_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Greedy drafts int64 [D, S] from the head's output [D, hidden] at each row's last filled slot."""
+        steps = [argmax_rows(self.model.mtp_logits(hidden))]
         for _ in range(self.num_spec_tokens - 1):
-            attention = attention_batch(blocks, position, [1] * len(rows), self.cache)
-            hidden = self.model.mtp_forward(hidden, steps[-1], attention, self.cache)
-            steps.append(self.model.mtp_logits(hidden).argmax(-1))
-            position = [p + 1 for p in position]
-        return torch.stack(steps, dim=1).tolist()
+            hidden = self._one_token_each(hidden, steps[-1], kv_table, position, has_tokens)
+            steps.append(argmax_rows(self.model.mtp_logits(hidden)))
+            position = position + 1
+        return torch.stack(steps, dim=1)
 
+    def _one_token_each(
+        self,
+        prev_hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        kv_table: torch.Tensor,
+        position: torch.Tensor,
+        has_tokens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run the head over one token of each row, at `position` int32 [D]; rows without tokens write nothing."""
+        row = torch.arange(len(position), device=position.device)
+        query_len = torch.ones_like(position) if has_tokens is None else has_tokens.int()
+        slots = slots_of(kv_table, row, position, query_len == 0, self.cache)
+        attention = self._attention(row.int(), query_len, position, kv_table, 1)
+        return self.model.mtp_forward(prev_hidden, token_ids, slots, attention, self.cache)
 
-def attention_batch(
-    kv_blocks: list[list[int]], context_lens: list[int], query_lens: list[int], cache: StateCache, first_key: int = 1
-) -> AttentionBatch:
-    """Lay out R rows of queries over their KV blocks; `first_key` 1 masks the drafter's empty slot 0."""
-    size = cache.kv_block_tokens
-    width = max(map(len, kv_blocks))
-    table = torch.tensor([blocks + [0] * (width - len(blocks)) for blocks in kv_blocks], dtype=torch.int32)
-    slots = [
-        blocks[p // size] * size + p % size
-        for blocks, start, length in zip(kv_blocks, context_lens, query_lens, strict=True)
-        for p in range(start, start + length)
-    ]
-    return AttentionBatch(query_lens, context_lens, table, torch.tensor(slots), first_key)
+    def _attention(self, query_start, query_len, context_len, kv_table, max_query_len: int) -> AttentionRows:
+        return AttentionRows(
+            query_start=query_start,
+            query_len=query_len,
+            context_len=context_len,
+            block_table=kv_table,
+            max_query_len=max_query_len,
+            max_context_len=kv_table.shape[1] * self.cache.kv_block_tokens,
+            first_key=FIRST_KEY,
+        )

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from mambalign.worker.batch import CopyTotals, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
+from mambalign.worker.forward_batch import NO_TOKEN, StepLayout, StepRows, lay_out
 from mambalign.worker.fused_copy_check import FusedCopyChecker
 from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import table_width
 from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext, postprocess_mamba, preprocess_mamba
-from mambalign.worker.model_step import ModelStep, StepRow
+from mambalign.worker.model_step import ModelStep
 from mambalign.worker.mtp import MtpProposer
 from mambalign.worker.ngram import NgramIndex
 from mambalign.worker.state_cache import StateCache
@@ -38,7 +39,7 @@ class ModelRunnerV1:
         self.batch = InputBatch(limits.max_num_seqs, width, cache.mamba_block_tokens)
         self.align_ctx = MambaSpecDecodeGPUContext(cache, limits.max_num_seqs, width)
         mtp = MtpProposer(model, cache, limits.num_spec_tokens) if limits.spec_method == "mtp" else None
-        self.step = ModelStep(model, cache, mtp)
+        self.step = ModelStep(model, cache, mtp, limits.num_spec_tokens)
         self.checker = FusedCopyChecker(cache, limits.check_fused_copy_rate) if limits.check_fused_copy_rate else None
         self._totals = CopyTotals()
         self.ngrams: dict[str, NgramIndex] | None = {} if limits.spec_method == "ngram" else None
@@ -46,29 +47,37 @@ class ModelRunnerV1:
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> RunnerOutput:
         """Run one step. Puts `scheduled.rows` into batch order; results come in that order."""
-        self._take_over(scheduled)
-        moved = preprocess_mamba(
-            scheduled, self.batch, self.cache, align_ctx=self.align_ctx, checker=self.checker
-        )
-        rows = [self._step_row(row) for row in scheduled.rows]
+        resumed = self._take_over(scheduled)
+        moved = preprocess_mamba(scheduled, self.batch, self.cache, align_ctx=self.align_ctx, checker=self.checker)
+        layout = lay_out(scheduled.rows, self.cache, resumed)
+        rows = self._step_rows(scheduled.rows, layout)
+        requests = [self.batch.requests[self.batch.row_of[row.request_id]] for row in scheduled.rows]
         hidden = self.step.forward(rows)
-        tokens, logprobs = self.step.sample(rows, hidden)
-        num_kept = [len(t) if row.is_decode else row.num_tokens for row, t in zip(rows, tokens, strict=True)]
-        num_postcopies = postprocess_mamba(scheduled, num_kept, self.batch, self.cache, align_ctx=self.align_ctx)
-        for row, kept in zip(rows, tokens, strict=True):
-            row.request.output_token_ids.extend(kept)
-        drafts = self._propose(rows, hidden, tokens)
-        num_drafts = [row.num_tokens - 1 if row.is_decode else 0 for row in rows]
-        answers = zip(scheduled.rows, tokens, logprobs, drafts, num_drafts, strict=True)
-        results = [RowResult(row.request_id, *answer) for row, *answer in answers]
+        sampled, logprobs = self.step.sample(rows, self.step.logits(rows, hidden), scheduled.rows, requests)
+        verified = self.step.verify(rows, sampled)
+        counts = verified.num_kept.tolist()
+        tokens = [ids[:count] for ids, count in zip(verified.token_ids.tolist(), counts, strict=True)]
+        num_final = [k if row.is_decode else row.num_tokens for row, k in zip(scheduled.rows, counts, strict=True)]
+        num_postcopies = postprocess_mamba(scheduled, num_final, self.batch, self.cache, align_ctx=self.align_ctx)
+        for request, kept in zip(requests, tokens, strict=True):
+            request.output_token_ids.extend(kept)
+        drafts = self._propose(rows, hidden, sampled, num_final, scheduled.rows, tokens)
         self._totals = self._totals.plus(moved.num_rows, moved.num_biased_rows, num_postcopies)
+        results, at = [], 0
+        for row, kept, new_drafts in zip(scheduled.rows, tokens, drafts, strict=True):
+            wanted = self.batch.requests[self.batch.row_of[row.request_id]].params.logprobs is not None and kept
+            num_drafts = row.num_tokens - 1 if row.is_decode else 0
+            entries = logprobs[at : at + len(kept)] if wanted else None
+            results.append(RowResult(row.request_id, kept, entries, new_drafts, num_drafts))
+            at += row.num_samples
         return RunnerOutput(results, moved.mismatches)
 
     def copy_totals(self) -> CopyTotals:
         """State copies since start."""
         return self._totals
 
-    def _take_over(self, scheduled: SchedulerOutput) -> None:
+    def _take_over(self, scheduled: SchedulerOutput) -> set[str]:
+        """Returns the requests that begin behind a cached prefix."""
         for request_id in scheduled.removed:
             self.batch.remove(request_id)
             if self.ngrams is not None:
@@ -79,20 +88,41 @@ class ModelRunnerV1:
                 self.ngrams[new.request_id] = NgramIndex()
                 self.ngrams[new.request_id].extend(new.token_ids)
         scheduled.rows.sort(key=lambda row: self.batch.row_of[row.request_id])
+        return {new.request_id for new in scheduled.new_rows if new.num_computed_tokens}
 
-    def _step_row(self, row: ScheduledRow) -> StepRow:
-        at, batch = self.batch.row_of[row.request_id], self.batch
-        column, accepted = int(batch.mamba_state_idx[at]), int(batch.num_accepted[at])
-        return StepRow(row, batch.requests[at], row.token_ids, row.num_computed_tokens, column, accepted)
+    def _step_rows(self, rows: list[ScheduledRow], layout: StepLayout) -> StepRows:
+        at, batch = [self.batch.row_of[row.request_id] for row in rows], self.batch
 
-    def _propose(self, rows: list[StepRow], hidden: torch.Tensor, tokens: list[list[int]]) -> list[list[int]]:
+        def send(values) -> torch.Tensor:
+            return torch.from_numpy(values).to(self.cache.device)
+
+        return StepRows(
+            layout,
+            torch.tensor([row.num_computed_tokens for row in rows], dtype=torch.int32, device=self.cache.device),
+            send(batch.mamba_state_idx[at]),
+            send(batch.num_accepted[at]),
+            send(batch.mamba_block_table[at]),
+            layout.token_ids,
+        )
+
+    def _propose(
+        self,
+        rows: StepRows,
+        hidden: torch.Tensor,
+        sampled: torch.Tensor,
+        num_final: list[int],
+        scheduled: list[ScheduledRow],
+        tokens: list[list[int]],
+    ) -> list[list[int]]:
         if self.ngrams is not None:
-            return [self._propose_ngram(row, kept) for row, kept in zip(rows, tokens, strict=True)]
-        if self.step.mtp is not None:
-            return self.step.propose_mtp(rows, hidden, tokens)
-        return [[] for _ in rows]
+            return [self._propose_ngram(row, kept) for row, kept in zip(scheduled, tokens, strict=True)]
+        if self.step.mtp is None:
+            return [[] for _ in tokens]
+        final = torch.tensor(num_final, dtype=torch.int32, device=self.cache.device)
+        drafts = self.step.propose_mtp(rows, hidden, sampled, final).tolist()
+        return [[token for token in row if token != NO_TOKEN] for row in drafts]
 
-    def _propose_ngram(self, row: StepRow, kept: list[int]) -> list[int]:
-        index = self.ngrams[row.request.request_id]
+    def _propose_ngram(self, row: ScheduledRow, kept: list[int]) -> list[int]:
+        index = self.ngrams[row.request_id]
         index.extend(kept)
         return index.propose(self.num_spec_tokens) if kept else []

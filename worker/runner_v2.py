@@ -2,33 +2,65 @@
 
 The host says which rows run, how many tokens each, and which blocks they hold; how far a decode row is, where its
 live state lies and which tokens it runs, only the device knows. Results come back through `PendingStep`, one step
-late. On a CPU the forward pass is the host's own and reads these numbers where it runs.
+late, in one copy.
 """
-
-from dataclasses import dataclass
 
 import torch
 
 from mambalign.worker.batch import CopyTotals, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
+from mambalign.worker.forward_batch import NO_TOKEN, StepLayout, StepRows, lay_out
 from mambalign.worker.fused_copy_check import FusedCopyChecker
+from mambalign.worker.input_batch import CachedRequest
 from mambalign.worker.mamba_columns import table_width
 from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext, preprocess_mamba
-from mambalign.worker.model_step import ModelStep, StepRow
+from mambalign.worker.model_step import ModelStep, Verified
 from mambalign.worker.mtp import MtpProposer
 from mambalign.worker.ngram import propose_ngrams
 from mambalign.worker.runner_v1 import RunnerLimits
-from mambalign.worker.slot_batch import NO_TOKEN, SlotBatch
+from mambalign.worker.sampling_params import TokenLogprobs
+from mambalign.worker.slot_batch import SlotBatch
 from mambalign.worker.state_cache import StateCache
 
 
-@dataclass(frozen=True)
 class PendingStep:
-    """A launched step. `result` waits for it."""
+    """A launched step. `result` waits for it, and adds its tokens to its requests' texts."""
 
-    output: RunnerOutput
+    def __init__(
+        self,
+        rows: list[ScheduledRow],
+        requests: list[CachedRequest],
+        numbers: torch.Tensor,
+        logprobs: list[TokenLogprobs | None],
+        mismatches: tuple,
+    ):
+        """numbers int64 [R, 2 + S+1 + S] on the device: tokens kept, drafts verified, tokens, drafts for the next."""
+        self._rows, self._requests, self._logprobs, self._mismatches = rows, requests, logprobs, mismatches
+        self._output: RunnerOutput | None = None
+        self._is_done = None
+        self._numbers = numbers
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._is_done = torch.cuda.Event()
+            self._is_done.record()
 
     def result(self) -> RunnerOutput:
-        return self.output
+        if self._output is None:
+            if self._is_done is not None:
+                self._is_done.synchronize()
+            self._output = RunnerOutput(list(self._results()), self._mismatches)
+        return self._output
+
+    def _results(self):
+        width, at = (self._numbers.shape[1] - 1) // 2, 0  # S + 1
+        for row, request, numbers in zip(self._rows, self._requests, self._numbers.tolist(), strict=True):
+            num_kept, num_drafts, *tokens = numbers
+            kept, drafts = tokens[:num_kept], [token for token in tokens[width:] if token != NO_TOKEN]
+            request.output_token_ids.extend(kept)
+            wanted = request.params.logprobs is not None and num_kept
+            logprobs = self._logprobs[at : at + num_kept] if wanted else None
+            at += row.num_samples
+            yield RowResult(row.request_id, kept, logprobs, drafts, num_drafts)
 
 
 class ModelRunnerV2:
@@ -43,8 +75,9 @@ class ModelRunnerV2:
         history_len = limits.max_model_len + limits.num_spec_tokens + 1 if limits.spec_method == "ngram" else 0
         self.batch = SlotBatch(self.align_ctx, limits.max_num_seqs, limits.num_spec_tokens, history_len)
         mtp = MtpProposer(model, cache, limits.num_spec_tokens) if limits.spec_method == "mtp" else None
-        self.step = ModelStep(model, cache, mtp)
+        self.step = ModelStep(model, cache, mtp, limits.num_spec_tokens)
         self.checker = FusedCopyChecker(cache, limits.check_fused_copy_rate) if limits.check_fused_copy_rate else None
+        self._last: PendingStep | None = None
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> PendingStep:
@@ -54,86 +87,92 @@ class ModelRunnerV2:
             batch.remove(request_id)
         for new in scheduled.new_rows:
             batch.add(new)
+        resumed = {new.request_id for new in scheduled.new_rows if new.num_computed_tokens}
         idx_mapping = batch.to_device([batch.slot_of[row.request_id] for row in rows], torch.int32)
         slots = idx_mapping.long()
         batch.set_block_tables(slots, [row.mamba_blocks for row in rows])
         moved = preprocess_mamba(
             scheduled, batch, self.cache, align_ctx=self.align_ctx, idx_mapping=idx_mapping, checker=self.checker
         )
-        step_rows = self._step_rows(rows, slots)
+        step_rows = self._step_rows(lay_out(rows, self.cache, resumed), slots)
+        requests = [batch.requests[batch.slot_of[row.request_id]] for row in rows]
         hidden = self.step.forward(step_rows)
-        tokens, logprobs = self.step.sample(step_rows, hidden)
-        self._postprocess(idx_mapping, step_rows, tokens)
-        drafts = self._propose(step_rows, slots, hidden, tokens)
-        num_drafts = [sum(t != NO_TOKEN for t in row.token_ids[1:]) if row.is_decode else 0 for row in step_rows]
-        answers = zip(rows, tokens, logprobs, drafts, num_drafts, strict=True)
-        results = [RowResult(row.request_id, *answer) for row, *answer in answers]
-        return PendingStep(RunnerOutput(results, moved.mismatches))
+        if self._last is not None and not all(request.params.is_plain_greedy for request in requests):
+            self._last.result()  # the host samples from the texts so far
+        sampled, logprobs = self.step.sample(step_rows, self.step.logits(step_rows, hidden), rows, requests)
+        verified = self.step.verify(step_rows, sampled)
+        num_final = self._postprocess(idx_mapping, slots, step_rows, verified)
+        drafts = self._propose(step_rows, slots, hidden, sampled, verified, num_final)
+        batch.drafts[slots] = drafts
+        numbers = (verified.num_kept[:, None], verified.num_drafts[:, None], verified.token_ids, drafts)
+        self._last = PendingStep(rows, requests, torch.cat(numbers, dim=1), logprobs, moved.mismatches)
+        return self._last
 
     def copy_totals(self) -> CopyTotals:
         """State copies since start; reads the device."""
         batch = self.batch
         return CopyTotals(*batch.precopy_totals.tolist(), int(batch.num_postcopies))
 
-    def _step_rows(self, rows: list[ScheduledRow], slots: torch.Tensor) -> list[StepRow]:
-        """Read what the host's forward pass needs to know of each row."""
+    def _step_rows(self, layout: StepLayout, slots: torch.Tensor) -> StepRows:
+        """Add what only the device knows: the tokens of decode rows, and where every row stands."""
         batch = self.batch
-        computed, column = batch.num_computed[slots].tolist(), batch.running_column[slots].tolist()
-        accepted, drafts = batch.num_accepted[slots].tolist(), batch.drafts[slots].tolist()
-        next_token, step_rows = batch.next_token[slots].tolist(), []
-        for i, (row, slot) in enumerate(zip(rows, slots.tolist(), strict=True)):
-            assert row.is_decode or row.num_computed_tokens == computed[i]
-            token_ids = [next_token[i], *drafts[i][: row.num_tokens - 1]] if row.is_decode else row.token_ids
-            step_rows.append(StepRow(row, batch.requests[slot], token_ids, computed[i], column[i], accepted[i]))
-        return step_rows
-
-    def _postprocess(self, idx_mapping: torch.Tensor, rows: list[StepRow], tokens: list[list[int]]) -> None:
-        """Keep crossed boundaries, and advance every slot by what the step made final."""
-        batch, slots = self.batch, idx_mapping.long()
-        kept = [len(t) if row.is_decode else 0 for row, t in zip(rows, tokens, strict=True)]
-        final = [k or row.num_tokens for row, k in zip(rows, kept, strict=True)]
-        num_kept, num_final = batch.to_device(kept, torch.int32), batch.to_device(final, torch.int32)
-        self.align_ctx.run_fused_postprocess(
-            len(rows), num_kept=num_kept, num_computed=batch.num_computed, idx_mapping=idx_mapping
+        of_slot = torch.cat([batch.next_token[slots, None], batch.drafts[slots]], dim=1)
+        offset = layout.offset_of_token.clamp(max=self.num_spec_tokens)
+        token_ids = torch.where(layout.token_ids < 0, of_slot[layout.row_of_token, offset], layout.token_ids)
+        return StepRows(
+            layout,
+            batch.num_computed[slots],
+            batch.running_column[slots],
+            batch.num_accepted[slots],
+            self.align_ctx.block_table_buf.gpu[slots, 0],
+            token_ids,
         )
-        size = self.align_ctx.block_tokens
-        before = batch.num_computed[slots]
-        after = before + num_final
+
+    def _postprocess(
+        self, idx_mapping: torch.Tensor, slots: torch.Tensor, rows: StepRows, verified: Verified
+    ) -> torch.Tensor:
+        """Keep crossed boundaries, and advance every slot by what the step made final: int32 [R], returned."""
+        batch, is_decode = self.batch, rows.layout.is_decode
+        num_kept = verified.num_kept * is_decode
+        num_final = torch.where(is_decode != 0, num_kept, rows.layout.query_len)
+        self.align_ctx.run_fused_postprocess(
+            len(slots), num_kept=num_kept, num_computed=batch.num_computed, idx_mapping=idx_mapping
+        )
+        after = rows.num_computed + num_final
         batch.num_computed[slots] = after
-        for row, new_tokens in zip(rows, tokens, strict=True):
-            row.request.output_token_ids.extend(new_tokens)
-        batch.num_postcopies += ((after // size > before // size) & (num_kept > 0)).sum()
+        size = self.align_ctx.block_tokens
+        batch.num_postcopies += ((after // size > rows.num_computed // size) & (num_kept > 0)).sum()
+        return num_final
 
     def _propose(
-        self, rows: list[StepRow], slots: torch.Tensor, hidden: torch.Tensor, tokens: list[list[int]]
-    ) -> list[list[int]]:
-        """Write each sampled row's next token and drafts into its slot; also returns the drafts."""
-        batch, k = self.batch, self.num_spec_tokens
-        sampled = [i for i, kept in enumerate(tokens) if kept]
-        if sampled:
-            batch.next_token[slots[sampled]] = batch.to_device([tokens[i][-1] for i in sampled], torch.int64)
+        self,
+        rows: StepRows,
+        slots: torch.Tensor,
+        hidden: torch.Tensor,
+        sampled: torch.Tensor,
+        verified: Verified,
+        num_final: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write each sampled row's next token into its slot, and draft: int64 [R, S], NO_TOKEN where there is none."""
+        batch, drafting = self.batch, rows.layout.drafting
+        last = (verified.num_kept.long() - 1).clamp_(min=0)
+        next_token = verified.token_ids.gather(1, last[:, None])[:, 0]
+        batch.next_token[slots[drafting]] = next_token[drafting]
         if self.step.mtp is not None:
-            drafts = self.step.propose_mtp(rows, hidden, tokens)
-        elif self.spec_method == "ngram":
-            drafts = self._propose_ngrams(rows, slots, tokens)
-        else:
-            return [[] for _ in rows]
-        filled = [each + [NO_TOKEN] * (k - len(each)) for each in drafts]
-        batch.drafts[slots] = batch.to_device(filled, torch.int64)
+            return self.step.propose_mtp(rows, hidden, sampled, num_final)
+        drafts = torch.full((len(slots), self.num_spec_tokens), NO_TOKEN, device=slots.device)
+        if self.spec_method == "ngram" and rows.layout.num_samples:
+            drafts[drafting] = self._propose_ngrams(rows, slots[drafting], verified.token_ids)
         return drafts
 
-    def _propose_ngrams(self, rows: list[StepRow], slots: torch.Tensor, tokens: list[list[int]]) -> list[list[int]]:
-        """Add the step's tokens to the histories on the device, and look their endings up there."""
-        batch = self.batch
-        where = [
-            (i, row.num_computed_tokens + (1 if row.is_decode else row.num_tokens) + j, token)
-            for i, (row, kept) in enumerate(zip(rows, tokens, strict=True))
-            for j, token in enumerate(kept)
-        ]
-        if not where:
-            return [[] for _ in rows]
-        at_row, position, token = batch.to_device(list(zip(*where, strict=True)), torch.int64)
-        batch.history[slots[at_row], position] = token
+    def _propose_ngrams(self, rows: StepRows, slots: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Add the step's tokens to the histories on the device, and look their endings up there.
+
+        What is written behind a text's end is overwritten before the text gets there.
+        """
+        batch, drafting, layout = self.batch, rows.layout.drafting, rows.layout
+        first = rows.num_computed + torch.where(layout.is_decode != 0, 1, layout.query_len)
+        places = torch.arange(self.num_spec_tokens + 1, device=slots.device)
+        batch.history[slots[:, None], first[drafting, None] + places] = token_ids[drafting]
         lengths = batch.num_computed[slots] + 1  # the last sampled token is not computed yet
-        drafts = propose_ngrams(batch.history[slots], lengths, self.num_spec_tokens).tolist()
-        return [[t for t in each if t != NO_TOKEN] if kept else [] for each, kept in zip(drafts, tokens, strict=True)]
+        return propose_ngrams(batch.history[slots], lengths, self.num_spec_tokens)

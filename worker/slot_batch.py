@@ -7,11 +7,12 @@ results are known. Slots are int32 unless said otherwise; a slot's numbers are r
 import torch
 
 from mambalign.worker.batch import NewRow
+from mambalign.worker.forward_batch import NO_TOKEN
 from mambalign.worker.input_batch import CachedRequest
 from mambalign.worker.mamba_columns import first_column
 from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext
 
-NO_TOKEN = -1  # a draft position without a draft: never equal to a token, so never accepted
+
 
 
 class SlotBatch:

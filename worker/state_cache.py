@@ -49,6 +49,10 @@ class StateCache:
     temporal: list[torch.Tensor] = field(default_factory=list)
     carry: torch.Tensor | None = None
 
+    @property
+    def device(self) -> torch.device:
+        return (self.conv or self.keys)[0].device
+
     @classmethod
     def allocate(
         cls,

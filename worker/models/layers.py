@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from mambalign.kernels.activation import ACTIVATIONS
-from mambalign.kernels.attention import AttentionGroup, paged_attention, plan_attention, write_kv
-from mambalign.kernels.causal_conv1d import ConvPlan, causal_conv1d, plan_causal_conv1d
+from mambalign.kernels.attention import paged_attention_varlen, write_kv_varlen
+from mambalign.kernels.attention_rows import AttentionRows
+from mambalign.kernels.causal_conv1d import causal_conv1d_varlen
 from mambalign.kernels.linear import linear
-from mambalign.kernels.mamba2_scan import ScanPlan, mamba2_scan, plan_mamba2_scan
+from mambalign.kernels.mamba2_scan import mamba2_scan_varlen
 from mambalign.kernels.rms_norm import rms_norm, rms_norm_gated
-from mambalign.worker.forward_batch import AttentionBatch, MambaBatch
+from mambalign.kernels.rows import MambaRows
 from mambalign.worker.models.loader import Weights
 from mambalign.worker.state_cache import StateCache
 
@@ -25,18 +26,8 @@ class ForwardContext:
 
     cache: StateCache
     slot_mapping: torch.Tensor
-    attention: list[AttentionGroup]
-    conv: ConvPlan | None = None
-    scan: ScanPlan | None = None
-
-    @classmethod
-    def build(cls, cache: StateCache, attention: AttentionBatch, mamba: MambaBatch | None = None) -> "ForwardContext":
-        groups = plan_attention(attention, cache.kv_block_tokens, cache.keys[0].shape[2]) if cache.keys else []
-        if mamba is None:
-            return cls(cache, attention.slot_mapping, groups)
-        device = attention.slot_mapping.device
-        conv = plan_causal_conv1d(mamba, cache.conv_width, device)
-        return cls(cache, attention.slot_mapping, groups, conv, plan_mamba2_scan(mamba, device))
+    attention: AttentionRows
+    mamba: MambaRows | None = None
 
 
 class Linear:
@@ -101,21 +92,27 @@ class Mamba2Mixer:
         cache, num_tokens = context.cache, x.shape[0]
         conv_dim = self.conv_weight.shape[1]
         gate, xbc, dt = self.in_proj(x).split([self.width, conv_dim, self.num_heads], dim=-1)
-        conv_state = cache.conv[self.state_index]
-        xbc = causal_conv1d(xbc, conv_state, self.conv_weight, self.conv_bias, context.conv, cache.conv_layout)
+        xbc = causal_conv1d_varlen(
+            xbc,
+            cache.conv[self.state_index],
+            self.conv_weight,
+            self.conv_bias,
+            context.mamba,
+            cache.conv_layout,
+        )
         group_width = self.num_groups * self.d_state
         x, B, C = xbc.split([self.width, group_width, group_width], dim=-1)
-        y = mamba2_scan(
-            x.reshape(num_tokens, self.num_heads, self.head_dim),
+        y = mamba2_scan_varlen(
+            x.unflatten(1, (self.num_heads, self.head_dim)),
             dt,
-            B.reshape(num_tokens, self.num_groups, self.d_state),
-            C.reshape(num_tokens, self.num_groups, self.d_state),
+            B.unflatten(1, (self.num_groups, self.d_state)),
+            C.unflatten(1, (self.num_groups, self.d_state)),
             self.A,
             self.D,
             self.dt_bias,
             self.dt_min,
             cache.temporal[self.state_index],
-            context.scan,
+            context.mamba,
         )
         y = rms_norm_gated(y.view(num_tokens, -1), gate, self.norm_weight, self.eps, self.width // self.num_groups)
         return self.out_proj(y)
@@ -139,8 +136,8 @@ class Attention:
     def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         keys, values = context.cache.keys[self.kv_index], context.cache.values[self.kv_index]
         query, key, value = (t.unflatten(1, (-1, self.head_dim)) for t in self.qkv_proj(x).split(self.widths, dim=1))
-        write_kv(keys, values, key, value, context.slot_mapping)
-        y = paged_attention(query, keys, values, context.attention, self.head_dim**-0.5)
+        write_kv_varlen(keys, values, key, value, context.slot_mapping)
+        y = paged_attention_varlen(query, keys, values, context.attention, self.head_dim**-0.5)
         return self.o_proj(y.flatten(1))
 
 

@@ -11,7 +11,8 @@ import torch
 
 from mambalign.kernels.activation import ACTIVATIONS
 from mambalign.kernels.linear import linear
-from mambalign.worker.forward_batch import AttentionBatch, ForwardBatch
+from mambalign.kernels.attention_rows import AttentionRows
+from mambalign.worker.forward_batch import ForwardBatch
 from mambalign.worker.models.layers import MLP, Attention, ForwardContext, Linear, Mamba2Mixer, RMSNorm
 from mambalign.worker.models.loader import CheckpointError, Weights
 from mambalign.worker.state_cache import AttentionSpec, StateCache, StateSpec
@@ -215,8 +216,8 @@ class NemotronH:
 
         Returns [T, hidden] after the final norm, in the model's dtype.
         """
-        context = ForwardContext.build(cache, batch.attention, batch.mamba)
-        x = self.embedding[batch.input_ids]
+        context = ForwardContext(cache, batch.slot_mapping, batch.attention, batch.mamba)
+        x = self.embedding[batch.token_ids]
         for block in self.blocks:
             x = block(x, context)
         return self.final_norm(x)
@@ -226,14 +227,19 @@ class NemotronH:
         return linear(hidden, self.head_weight).float()
 
     def mtp_forward(
-        self, prev_hidden: torch.Tensor, token_ids: torch.Tensor, attention: AttentionBatch, cache: StateCache
+        self,
+        prev_hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        attention: AttentionRows,
+        cache: StateCache,
     ) -> torch.Tensor:
         """Run the MTP head over T slots; slot p holds (hidden of p-1, token p) and attends to slots 1 .. p.
 
         prev_hidden [T, hidden]: what `forward` or `mtp_forward` returned for the token before. Returns [T, hidden]
         for `mtp_logits`, and to be fed back for the next draft.
         """
-        return self.mtp(self.embedding[token_ids], prev_hidden, ForwardContext.build(cache, attention))
+        return self.mtp(self.embedding[token_ids], prev_hidden, ForwardContext(cache, slot_mapping, attention))
 
     def mtp_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[M, hidden] of `mtp_forward` -> [M, vocab], fp32, through the target's own head."""

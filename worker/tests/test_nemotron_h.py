@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,8 @@ from transformers import NemotronHConfig, NemotronHForCausalLM
 
 import mambalign.engine
 from mambalign.kernels.tolerances import tolerance
-from mambalign.worker.forward_batch import AttentionBatch, Boundary, ForwardBatch, MambaBatch
+from mambalign.worker.batch import ScheduledRow
+from mambalign.worker.forward_batch import ForwardBatch, StepRows, forward_batch, lay_out
 from mambalign.worker.mamba_columns import NULL_BLOCK
 from mambalign.worker.models.loader import CheckpointError
 from mambalign.worker.models.nemotron_h import NemotronH
@@ -134,36 +135,35 @@ class Memory:
         return all(tensor[NULL_BLOCK].isnan().all() for tensor in tensors)
 
 
-def attention_batch(texts: list[Text], lens: list[int], first_key: int = 0) -> AttentionBatch:
-    width = max(len(text.kv_blocks) for text in texts)
-    slots = [
-        text.kv_blocks[p // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + p % KV_BLOCK_TOKENS
-        for text, q in zip(texts, lens, strict=True)
-        for p in range(text.num_computed, text.num_computed + q)
+def step_batch(memory: Memory, texts: list[Text], inputs: list[list[int]], boundaries=()) -> ForwardBatch:
+    """One pass over `inputs` of each text. boundaries: (text, number of its inputs, block that keeps the state)."""
+    scheduled = [
+        ScheduledRow("", 0, text.num_computed, ids, text.is_decoding, text.kv_blocks, {}, [], None)
+        for text, ids in zip(texts, inputs, strict=True)
     ]
-    table = [text.kv_blocks + [0] * (width - len(text.kv_blocks)) for text in texts]
-    contexts = [text.num_computed for text in texts]
-    return AttentionBatch(lens, contexts, torch.tensor(table, dtype=torch.int32), torch.tensor(slots), first_key)
+    layout = lay_out(scheduled, memory.cache, resumed=set())
+    for i, num_tokens, block in boundaries:
+        layout.boundary_block[layout.query_start[i] + num_tokens - 1] = block
+    width = max(len(text.state_blocks) for text in texts)
+    table = [text.state_blocks + [NULL_BLOCK] * (width - len(text.state_blocks)) for text in texts]
+    numbers = [[text.num_computed for text in texts], [0] * len(texts), [text.num_accepted for text in texts], table]
+    tensors = (torch.tensor(values, dtype=torch.int32) for values in numbers)
+    return forward_batch(StepRows(layout, *tensors, layout.token_ids), memory.cache)
 
 
 def run(model: NemotronH, memory: Memory, texts: list[Text], inputs: list[list[int]], boundaries=()) -> torch.Tensor:
-    """One forward pass over `inputs` of each text. Returns hidden states [T, hidden]."""
-    lens = [len(ids) for ids in inputs]
-    starts = [text.num_computed for text in texts]
-    mamba = MambaBatch(
-        query_lens=lens,
-        is_decode=[text.is_decoding for text in texts],
-        has_state=[n > 0 for n in starts],
-        running_column=[0] * len(texts),
-        num_accepted=[text.num_accepted for text in texts],
-        block_table=[dict(enumerate(text.state_blocks)) for text in texts],
-        boundaries=list(boundaries),
-        conv_layout=memory.cache.conv_layout,
-    )
-    positions = torch.cat([torch.arange(n, n + q) for n, q in zip(starts, lens, strict=True)])
-    input_ids = torch.tensor([t for ids in inputs for t in ids])
+    """Run `step_batch`. Returns hidden states [T, hidden]."""
     with torch.inference_mode():
-        return model.forward(ForwardBatch(input_ids, positions, attention_batch(texts, lens), mamba), memory.cache)
+        return model.forward(step_batch(memory, texts, inputs, boundaries), memory.cache)
+
+
+def run_head(
+    model: NemotronH, memory: Memory, text: Text, prev_hidden: torch.Tensor, token_ids: list[int]
+) -> torch.Tensor:
+    """The MTP head over `token_ids` from where the text is. Returns [T, hidden]."""
+    batch = step_batch(memory, [text], [token_ids])
+    attention = replace(batch.attention, first_key=1)
+    return model.mtp_forward(prev_hidden, batch.token_ids, batch.slot_mapping, attention, memory.cache)
 
 
 def run_whole(model: NemotronH, token_ids: list[int], temporal_dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -265,7 +265,7 @@ def test_a_boundary_state_is_the_state_after_exactly_its_tokens(model, layout: s
     run(model, memory, [text], [token_ids[:10]])
     text.num_computed = 10
     at = {1: 61, 2: 62, 3: 63, 17: 64, 30: 65}  # tokens of the second piece -> block
-    run(model, memory, [text], [token_ids[10:]], [Boundary(0, m, block) for m, block in at.items()])
+    run(model, memory, [text], [token_ids[10:]], [(0, m, block) for m, block in at.items()])
     for m, block in at.items():
         text.num_computed, text.state_blocks = 10 + m, [block]
         if text.num_computed < len(token_ids):
@@ -298,9 +298,7 @@ def test_the_mtp_head_gives_the_same_bits_in_any_pieces(model) -> None:
         text.num_computed, hidden = 1, []
         for piece in pieces:
             start, stop = text.num_computed, text.num_computed + piece
-            attention = attention_batch([text], [piece], first_key=1)
-            ids = torch.tensor(token_ids[start:stop])
-            hidden.append(model.mtp_forward(prev_hidden[start - 1 : stop - 1], ids, attention, memory.cache))
+            hidden.append(run_head(model, memory, text, prev_hidden[start - 1 : stop - 1], token_ids[start:stop]))
             text.num_computed = stop
         outputs.append(torch.cat(hidden))
     assert not outputs[0].isnan().any()
@@ -330,8 +328,7 @@ def test_the_head_of_the_default_model_predicts() -> None:
     memory = Memory(model, "SD")
     text = memory.text(token_ids)
     text.num_computed = 1
-    attention = attention_batch([text], [len(token_ids) - 1], first_key=1)
-    fed_back = model.mtp_forward(hidden[:-1], torch.tensor(token_ids[1:]), attention, memory.cache)
+    fed_back = run_head(model, memory, text, hidden[:-1], token_ids[1:])
     drafts, targets = model.mtp_logits(fed_back).argmax(-1), model.compute_logits(hidden[1:]).argmax(-1)
     assert (drafts == targets).float().mean() > 0.6
 
