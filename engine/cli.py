@@ -70,6 +70,8 @@ def make_parser(prog: str) -> Parser:
 def add_options(group: Any, owner: Any) -> None:
     """One argument per field of an options dataclass."""
     for f in fields(owner):
+        if f.metadata.get("bench_only"):
+            continue  # no server's option
         text = f.metadata["help"].replace("%", "%%")
         if f.metadata.get("positional"):
             group.add_argument(f.name, nargs="?", default=f.default, help=text)

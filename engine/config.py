@@ -15,7 +15,6 @@ from typing import Any, get_args
 MAX_SPEC_TOKENS = 8
 DEFAULT_MODEL_SPEC_TOKENS = 3
 DEFAULT_CPU_CACHE_BYTES = 1 << 30
-DEFAULT_CUDA_CACHE_SHARE = 0.6  # of the device memory that is free once weights are loaded
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGT", start=1)
@@ -28,7 +27,8 @@ class ConfigError(ValueError):
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A field. metadata: `choices`, `refused` of them, `low`, `high` (inclusive), `bytes`, `positional`."""
+    """A field. metadata: `choices`, `refused` of them, `low`, `high` (inclusive), `bytes`, `positional`,
+    `bench_only` (no option of `serve`)."""
     return field(default=default, metadata={"help": help, **metadata})
 
 
@@ -43,6 +43,9 @@ class ModelConfig:
         choices=("auto", "float32", "bfloat16"),
     )
     device: str = option("auto", "device to run on (auto: cuda if there is one)", choices=("auto", "cpu", "cuda"))
+    load_format: str = option(
+        "auto", "auto: the checkpoint's weights; dummy: random ones", choices=("auto", "dummy"), bench_only=True
+    )
     max_model_len: int | None = option(None, "longest prompt + output, tokens (default: the checkpoint's)", low=2)
     seed: int = option(0, "where the seeds of requests that bring none start", low=0, high=2**63 - 1)
 
@@ -65,9 +68,13 @@ class CacheConfig:
     kv_block_size: int = option(16, "tokens per KV block", low=1, high=1024)
     cache_memory: int | None = option(
         None,
-        "both caches together, bytes or like 512MiB, 4GiB (default: 1GiB on CPU, 60% of free memory on CUDA)",
+        "both caches together, bytes or like 512MiB, 4GiB (default: 1GiB on CPU, what --gpu-memory-utilization "
+        "leaves on CUDA)",
         bytes=True,
         low=1,
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "share of the device memory for weights, activations and caches (CUDA)", low=0.05, high=1.0
     )
     mamba_cache_fraction: float | None = option(
         None,
@@ -97,6 +104,13 @@ class SpecConfig:
         "where drafts come from (default: mtp if the checkpoint has a head, else ngram)",
         choices=("mtp", "ngram"),
     )
+    spec_acceptance: float | None = option(
+        None,
+        "keep this many tokens a step on average whatever they are: for benchmarks, the text is then meaningless",
+        low=1.0,
+        high=MAX_SPEC_TOKENS + 1,
+        bench_only=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -104,6 +118,7 @@ class RunnerConfig:
     runner: str = option(
         "v2", "model runner: v2 launches a step ahead of the results, v1 waits for each", choices=("v1", "v2")
     )
+    enforce_eager: bool = option(False, "launch each kernel of a decode step by itself, without CUDA graphs (CUDA)")
     check_fused_copy: bool = option(False, "compare copies of states with the scalar path, and fail loudly")
     check_fused_copy_rate: float = option(
         1.0, "share of the steps that --check-fused-copy checks, 0 to 1", low=0.0, high=1.0
@@ -231,6 +246,9 @@ def validate(config: EngineConfig) -> None:
             f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}: must be at least "
             f"{spec_tokens + 1}: one token and --spec-tokens {spec_tokens} drafts"
         )
+    acceptance = config.spec.spec_acceptance
+    if acceptance is not None and acceptance > spec_tokens + 1:
+        raise ConfigError(f"--spec-acceptance {acceptance}: at most {spec_tokens + 1} with --spec-tokens {spec_tokens}")
     if cache.mamba_cache_fraction is not None and not 0 < cache.mamba_cache_fraction < 1:
         raise ConfigError(f"--mamba-cache-fraction {cache.mamba_cache_fraction}: must lie between 0 and 1")
     if cache.mamba_cache_mode == "none":
@@ -249,12 +267,10 @@ def check_checkpoint(config: EngineConfig, facts: CheckpointFacts) -> None:
         raise ConfigError(f"--spec-method mtp: {facts.name} has no MTP head; use --spec-method ngram")
 
 
-def resolve(
-    config: EngineConfig, facts: CheckpointFacts, *, cuda_available: bool, cuda_free_bytes: int = 0
-) -> EngineConfig:
-    """Fill in every "auto" and None but `mamba_cache_fraction` (it depends on the pools). Raises ConfigError.
+def resolve(config: EngineConfig, facts: CheckpointFacts, *, cuda_available: bool) -> EngineConfig:
+    """Fill in every "auto" and None but `mamba_cache_fraction` and, on CUDA, `cache_memory`. Raises ConfigError.
 
-    With `--spec-tokens 0` the method is None. `cuda_free_bytes`: free device memory less the weights.
+    Those two are known when the weights are loaded. With `--spec-tokens 0` the method is None.
     """
     validate(config)
     check_checkpoint(config, facts)
@@ -267,9 +283,8 @@ def resolve(
     if dtype == "auto":
         dtype = "float32" if device == "cpu" or facts.dtype == "float32" else "bfloat16"
     cache_memory = config.cache.cache_memory
-    if cache_memory is None:
-        on_cuda = int(cuda_free_bytes * DEFAULT_CUDA_CACHE_SHARE)
-        cache_memory = on_cuda if device == "cuda" else DEFAULT_CPU_CACHE_BYTES
+    if cache_memory is None and device == "cpu":
+        cache_memory = DEFAULT_CPU_CACHE_BYTES
     prefix_caching = config.cache.enable_prefix_caching
     if prefix_caching is None:
         prefix_caching = config.cache.mamba_cache_mode == "align"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from mambalign.engine.capacity import describe, plan_pools
-from mambalign.engine.checkpoint import load_tokenizer, locate, read_facts
+from mambalign.engine.checkpoint import DEFAULT_MODEL, load_tokenizer, locate, read_facts
 from mambalign.engine.config import CheckpointFacts, ConfigError, EngineConfig, resolve
 from mambalign.engine.detokenizer import Detokenizer
 from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
@@ -18,11 +18,13 @@ from mambalign.engine.request import Request
 from mambalign.engine.scheduler import Scheduler, SchedulerLimits
 from mambalign.worker.batch import RunnerOutput, SchedulerOutput
 from mambalign.worker.mamba_columns import cdiv
+from mambalign.worker.model_step import RunnerLimits
 from mambalign.worker.models.loader import CheckpointError
-from mambalign.worker.models.registry import load_model, parse_config
-from mambalign.worker.runner_v1 import ModelRunnerV1, RunnerLimits
+from mambalign.worker.models.registry import load_model, parse_config, weight_bytes
+from mambalign.worker.runner_v1 import ModelRunnerV1
 from mambalign.worker.runner_v2 import ModelRunnerV2, PendingStep
 from mambalign.worker.state_cache import StateCache, bytes_per_kv_block, bytes_per_state
+from mambalign.worker.warm_up import measure_activations
 
 logger = logging.getLogger(__name__)
 
@@ -57,44 +59,92 @@ class EngineCore:
         path = locate(config.model.model)
         self.facts: CheckpointFacts = read_facts(config.model.model, path)
         self.config = resolve(config, self.facts, cuda_available=torch.cuda.is_available())
-        self.tokenizer = load_tokenizer(path)
+        is_dummy = self.config.model.load_format == "dummy"
+        self.tokenizer = load_tokenizer(DEFAULT_MODEL if is_dummy else path)
         self.max_model_len: int = self.config.model.max_model_len
         self.spec_tokens: int = self.config.spec.spec_tokens
         self.spec_method: str | None = self.config.spec.spec_method
-        self._plan_memory(path)
+        self.memory_plan: dict[str, int] = {}  # bytes of device memory, on CUDA
+        self._read_specs(path)
+        on_cuda = self.config.model.device == "cuda"
+        if on_cuda:
+            self._refuse_large_weights(path)
+        else:
+            self._plan_memory(self.config.cache.cache_memory)
         say(f"loading {self.facts.name} ({self.config.model.dtype}, {self.config.model.device})")
         dtype, device = getattr(torch, self.config.model.dtype), self.config.model.device
         with refused_checkpoints(self.facts.name):
-            self.model = load_model(path, dtype, device, show_progress=progress is not None)
+            self.model = load_model(path, dtype, device, progress is not None, self.config.model.load_format)
         if self.spec_method == "mtp" and not self.model.has_mtp:
             raise ConfigError(f"{self.facts.name} has no weights of an MTP head; use --spec-method ngram")
+        if on_cuda:
+            say("measuring memory, compiling kernels")
+            self._plan_memory(self.config.cache.cache_memory or self._cuda_cache_memory())
         self.vocab_size: int = self.model.vocab_size
         self.eos_token_ids: list[int] = list(self.model.eos_token_ids)
+        if on_cuda and not self.config.runner.enforce_eager:
+            say("capturing CUDA graphs")
         self.runner = self._make_runner()
         self._live: dict[str, LiveRequest] = {}
         self._endings: list[EngineOutput] = []  # of requests that ended between steps
         self._launched: deque[tuple[SchedulerOutput, RunnerOutput | PendingStep]] = deque()  # not booked yet
 
-    def _plan_memory(self, path: Path) -> None:
-        """Divide the cache memory into pools, from the checkpoint's configuration alone."""
-        cache, scheduler = self.config.cache, self.config.scheduler
-        dtype, state_dtype = getattr(torch, self.config.model.dtype), getattr(torch, cache.mamba_ssm_cache_dtype)
+    def _read_specs(self, path: Path) -> None:
+        """What the model keeps of each request, from the checkpoint's configuration alone."""
+        dtype = getattr(torch, self.config.model.dtype)
+        state_dtype = getattr(torch, self.config.cache.mamba_ssm_cache_dtype)
         drafts_by_mtp = self.spec_method == "mtp"
         with refused_checkpoints(self.facts.name):
             parsed = parse_config(path)
         self._attention_specs = parsed.attention_specs(dtype, with_drafter=drafts_by_mtp)
         self._state_specs = parsed.state_specs(dtype, state_dtype, with_drafter=drafts_by_mtp)
-        lookahead = max(1, self.spec_tokens) if drafts_by_mtp else 0
+        self._conv_width = parsed.conv_kernel
+
+    def _refuse_large_weights(self, path: Path) -> None:
+        free, total = torch.cuda.mem_get_info()
+        budget = min(free, int(total * self.config.cache.gpu_memory_utilization))
+        needed = weight_bytes(path, getattr(torch, self.config.model.dtype))
+        if needed > budget:
+            raise ConfigError(
+                f"{self.facts.name}: its weights take {needed / 2**30:.1f} GiB; the device has "
+                f"{budget / 2**30:.1f} GiB free within --gpu-memory-utilization "
+                f"{self.config.cache.gpu_memory_utilization}"
+            )
+
+    def _cuda_cache_memory(self) -> int:
+        """Bytes that weights and the largest step leave of the share of device memory that is ours."""
+        activations = measure_activations(
+            self.model,
+            self._attention_specs,
+            self._state_specs,
+            self._runner_limits(self.config.scheduler.max_num_seqs),
+            num_tokens=min(self.config.scheduler.max_num_batched_tokens, self.max_model_len),
+        )
+        free, total = torch.cuda.mem_get_info()
+        used = total - free
+        cache_memory = int(total * self.config.cache.gpu_memory_utilization) - used - activations
+        self.memory_plan = {"weights and context": used, "activations": activations, "caches": cache_memory}
+        if cache_memory <= 0:
+            raise ConfigError(
+                f"--gpu-memory-utilization {self.config.cache.gpu_memory_utilization}: {used / 2**30:.1f} GiB are in "
+                f"use once weights are loaded, a step needs {activations / 2**30:.1f} GiB: nothing is left for caches"
+            )
+        return cache_memory
+
+    def _plan_memory(self, cache_memory: int) -> None:
+        """Divide the cache memory into pools."""
+        cache, scheduler = self.config.cache, self.config.scheduler
+        lookahead = max(1, self.spec_tokens) if self.spec_method == "mtp" else 0
         sizes = dict(
             kv_block_bytes=bytes_per_kv_block(self._attention_specs, cache.kv_block_size),
-            state_bytes=bytes_per_state(self._state_specs, parsed.conv_kernel, self.spec_tokens),
+            state_bytes=bytes_per_state(self._state_specs, self._conv_width, self.spec_tokens),
             kv_block_tokens=cache.kv_block_size,
             mamba_block_tokens=self._mamba_block_tokens(),
             num_spec_tokens=self.spec_tokens,
             schedules_ahead=self._schedules_ahead,
         )
         self._pools = plan_pools(
-            cache_memory=cache.cache_memory,
+            cache_memory=cache_memory,
             mamba_fraction=cache.mamba_cache_fraction,
             max_num_seqs=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
             max_model_len=self.max_model_len,
@@ -102,6 +152,9 @@ class EngineCore:
             **sizes,
         )
         self.plan = self._describe_options()
+        if self.memory_plan:
+            gib = ", ".join(f"{name} {num_bytes / 2**30:.2f} GiB" for name, num_bytes in self.memory_plan.items())
+            self.plan.append(f"device memory: {gib}")
         self.plan += describe(self._pools, prefix_caching=cache.enable_prefix_caching, **sizes)
         self.scheduler = Scheduler(self._limits(lookahead), self._append_token)
 
@@ -120,17 +173,23 @@ class EngineCore:
             num_spec_tokens=self.spec_tokens,
             device=self.config.model.device,
         )
-        limits = RunnerLimits(
-            max_num_seqs=self._pools.max_num_seqs,
-            max_model_len=self.max_model_len,
-            num_spec_tokens=self.spec_tokens,
-            spec_method=self.spec_method,
-            check_fused_copy_rate=options.check_fused_copy_rate if options.check_fused_copy else 0.0,
-        )
+        limits = self._runner_limits(self._pools.max_num_seqs)
         make = ModelRunnerV2 if self._schedules_ahead else ModelRunnerV1
         runner = make(self.model, state_cache, limits)
         self.plan.append(f"migration buffers: {runner.align_ctx.staging_bytes / 1024:,.1f} KiB on {options.runner}")
         return runner
+
+    def _runner_limits(self, max_num_seqs: int) -> RunnerLimits:
+        options = self.config.runner
+        return RunnerLimits(
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.max_model_len,
+            num_spec_tokens=self.spec_tokens,
+            spec_method=self.spec_method,
+            check_fused_copy_rate=options.check_fused_copy_rate if options.check_fused_copy else 0.0,
+            decode_graphs=self.config.model.device == "cuda" and not options.enforce_eager,
+            spec_acceptance=self.config.spec.spec_acceptance,
+        )
 
     @property
     def _schedules_ahead(self) -> bool:

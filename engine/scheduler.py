@@ -333,9 +333,7 @@ class Scheduler:
 
     # update
 
-    def update(
-        self, scheduled: SchedulerOutput, output: RunnerOutput
-    ) -> list[tuple[Request, list[int], RowResult]]:
+    def update(self, scheduled: SchedulerOutput, output: RunnerOutput) -> list[tuple[Request, list[int], RowResult]]:
         """Book the oldest step in flight; returns each live row's request, the tokens its text gained, the result.
 
         Only here are blocks published: their contents are written and committed. A result that comes too late, for a

@@ -133,7 +133,8 @@ def forward_batch(rows: StepRows, cache: StateCache) -> ForwardBatch:
     positions = rows.num_computed[row] + offset
     running = rows.running_column.long()[:, None]
     running_block = rows.mamba_table.gather(1, running)
-    live_block = rows.mamba_table.gather(1, running + (rows.num_accepted - 1)[:, None])
+    live_column = running + (rows.num_accepted - 1).clamp(min=0)[:, None]  # an inert row's count is 0
+    live_block = rows.mamba_table.gather(1, live_column)
     last_column = rows.mamba_table.shape[1] - 1
     left_in = rows.mamba_table[row, (running[row, 0] + offset).clamp_(max=last_column)]  # by a decode row's token
     is_last = offset == layout.query_len[row] - 1

@@ -11,6 +11,7 @@ import torch
 from mambalign.kernels.sampling import accept_drafts, argmax_rows
 from mambalign.kernels.scatter_rows import scatter_rows
 from mambalign.worker.batch import ScheduledRow
+from mambalign.worker.decode_graphs import DecodeGraph, DecodeGraphs, graph_sizes
 from mambalign.worker.forward_batch import NO_TOKEN, StepRows, forward_batch
 from mambalign.worker.input_batch import CachedRequest
 from mambalign.worker.mtp import MtpProposer
@@ -28,18 +29,72 @@ class Verified:
     num_drafts: torch.Tensor  # int64 [R], drafts that were looked at
 
 
-class ModelStep:
-    """Runs the model over the rows of one step. `mtp` is None without MTP drafts; then no carry is kept."""
+@dataclass(frozen=True)
+class RunnerLimits:
+    """What a runner is built for. Without MTP drafts no carry is kept."""
 
-    def __init__(self, model, cache: StateCache, mtp: MtpProposer | None, num_spec_tokens: int):
+    max_num_seqs: int
+    max_model_len: int
+    num_spec_tokens: int
+    spec_method: str | None  # "mtp" or "ngram"; None without drafts
+    check_fused_copy_rate: float = 0.0  # share of steps whose pre-copy is checked against the scalar path
+    decode_graphs: bool = False  # run decode steps padded, and on a GPU captured
+    spec_acceptance: float | None = None  # benchmarks: mean of tokens kept a step, whatever they are
+
+    def max_kv_blocks(self, kv_block_tokens: int) -> int:
+        """Most KV blocks of a row: two steps of drafts may be scheduled past the end of the longest text."""
+        return -(-(self.max_model_len + 3 * (self.num_spec_tokens + 1)) // kv_block_tokens)
+
+
+class SyntheticAcceptance:
+    """Keeps a mean of `mean_kept` tokens a step, bonus included: draft j with the chance r**j. For benchmarks only."""
+
+    def __init__(self, mean_kept: float, num_spec_tokens: int, device: torch.device):
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            r = (low + high) / 2
+            low, high = (r, high) if sum(r**j for j in range(num_spec_tokens + 1)) < mean_kept else (low, r)
+        self.rates = torch.tensor([high**j for j in range(1, num_spec_tokens + 1)], device=device)
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def __call__(self, num_samples: torch.Tensor) -> torch.Tensor:
+        """Tokens kept of each row, int32 [R], at most the row's samples (int32 [R])."""
+        chance = torch.rand(len(num_samples), 1, generator=self.generator, device=self.rates.device)
+        return torch.minimum(1 + (chance < self.rates).sum(1), num_samples).int()
+
+
+class ModelStep:
+    """Runs the model over the rows of one step."""
+
+    def __init__(self, model, cache: StateCache, limits: RunnerLimits, table_width: int):
         self.model = model
         self.cache = cache
-        self.mtp = mtp
-        self.num_spec_tokens = num_spec_tokens
+        self.num_spec_tokens = limits.num_spec_tokens
+        self.mtp = MtpProposer(model, cache, limits.num_spec_tokens) if limits.spec_method == "mtp" else None
         self.sampler = Sampler(model.eos_token_ids)
+        self.acceptance = None
+        if limits.spec_acceptance is not None:
+            self.acceptance = SyntheticAcceptance(limits.spec_acceptance, limits.num_spec_tokens, cache.device)
+        self.graphs: DecodeGraphs | None = None
+        if limits.decode_graphs:
+            self.graphs = DecodeGraphs(
+                self._forward,
+                self._propose_mtp if self.mtp else None,
+                graph_sizes(limits.max_num_seqs),
+                limits.num_spec_tokens,
+                table_width,
+                cache.kv_block_tokens,
+                limits.max_kv_blocks(cache.kv_block_tokens),
+                cache.device,
+            )
+        self._graph: DecodeGraph | None = None  # of the step that runs
 
     def forward(self, rows: StepRows) -> torch.Tensor:
         """Hidden states [T, hidden] of all rows' tokens; leaves KV, states and carries in the cache."""
+        self._graph = self.graphs.pick(rows) if self.graphs else None
+        return self.graphs.forward(self._graph, rows) if self._graph else self._forward(rows)
+
+    def _forward(self, rows: StepRows) -> torch.Tensor:
         batch = forward_batch(rows, self.cache)
         if self.mtp is not None and rows.layout.resumed:
             self.mtp.resume(rows, batch.mamba.temporal_block)
@@ -88,7 +143,11 @@ class ModelStep:
         targets = sampled[(layout.sample_start[:, None] + places).clamp_(max=layout.num_samples - 1)]
         drafts = rows.token_ids[(layout.query_start[:, None] + places[1:]).clamp_(max=layout.num_tokens - 1)]
         is_draft = (places[1:] < layout.samples_of_row[:, None]) & (drafts != NO_TOKEN)
-        return Verified(targets, accept_drafts(targets, drafts, layout.samples_of_row), is_draft.sum(1))
+        if self.acceptance is None:
+            num_kept = accept_drafts(targets, drafts, layout.samples_of_row)
+        else:
+            num_kept = self.acceptance(layout.samples_of_row)
+        return Verified(targets, num_kept, is_draft.sum(1))
 
     def propose_mtp(
         self, rows: StepRows, hidden: torch.Tensor, sampled: torch.Tensor, num_final: torch.Tensor
@@ -97,6 +156,13 @@ class ModelStep:
 
         num_final int32 [R]. Returns drafts int64 [R, S]; NO_TOKEN in rows without.
         """
+        if self._graph:
+            return self.graphs.propose(self._graph, sampled, num_final)
+        return self._propose_mtp(rows, hidden, sampled, num_final)
+
+    def _propose_mtp(
+        self, rows: StepRows, hidden: torch.Tensor, sampled: torch.Tensor, num_final: torch.Tensor
+    ) -> torch.Tensor:
         layout = rows.layout
         next_ids = layout.next_token_ids
         if layout.num_samples:

@@ -4,8 +4,6 @@ The simple one, and the reference for V2. A step: take over the scheduler's chan
 forward, sample and verify drafts, keep boundary states (`postprocess_mamba`), draft for the next step.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from mambalign.worker.batch import CopyTotals, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
@@ -14,19 +12,9 @@ from mambalign.worker.fused_copy_check import FusedCopyChecker
 from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import table_width
 from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext, postprocess_mamba, preprocess_mamba
-from mambalign.worker.model_step import ModelStep
-from mambalign.worker.mtp import MtpProposer
+from mambalign.worker.model_step import ModelStep, RunnerLimits
 from mambalign.worker.ngram import NgramIndex
 from mambalign.worker.state_cache import StateCache
-
-
-@dataclass(frozen=True)
-class RunnerLimits:
-    max_num_seqs: int
-    max_model_len: int
-    num_spec_tokens: int
-    spec_method: str | None  # "mtp" or "ngram"; None without drafts
-    check_fused_copy_rate: float = 0.0  # share of steps whose pre-copy is checked against the scalar path
 
 
 class ModelRunnerV1:
@@ -38,8 +26,7 @@ class ModelRunnerV1:
         width = table_width(limits.max_model_len, cache.mamba_block_tokens, limits.num_spec_tokens)
         self.batch = InputBatch(limits.max_num_seqs, width, cache.mamba_block_tokens)
         self.align_ctx = MambaSpecDecodeGPUContext(cache, limits.max_num_seqs, width)
-        mtp = MtpProposer(model, cache, limits.num_spec_tokens) if limits.spec_method == "mtp" else None
-        self.step = ModelStep(model, cache, mtp, limits.num_spec_tokens)
+        self.step = ModelStep(model, cache, limits, width)
         self.checker = FusedCopyChecker(cache, limits.check_fused_copy_rate) if limits.check_fused_copy_rate else None
         self._totals = CopyTotals()
         self.ngrams: dict[str, NgramIndex] | None = {} if limits.spec_method == "ngram" else None

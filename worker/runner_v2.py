@@ -13,10 +13,8 @@ from mambalign.worker.fused_copy_check import FusedCopyChecker
 from mambalign.worker.input_batch import CachedRequest
 from mambalign.worker.mamba_columns import table_width
 from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext, preprocess_mamba
-from mambalign.worker.model_step import ModelStep, Verified
-from mambalign.worker.mtp import MtpProposer
+from mambalign.worker.model_step import ModelStep, RunnerLimits, Verified
 from mambalign.worker.ngram import propose_ngrams
-from mambalign.worker.runner_v1 import RunnerLimits
 from mambalign.worker.sampling_params import TokenLogprobs
 from mambalign.worker.slot_batch import SlotBatch
 from mambalign.worker.state_cache import StateCache
@@ -74,8 +72,7 @@ class ModelRunnerV2:
         self.align_ctx = MambaSpecDecodeGPUContext(cache, limits.max_num_seqs, width)
         history_len = limits.max_model_len + limits.num_spec_tokens + 1 if limits.spec_method == "ngram" else 0
         self.batch = SlotBatch(self.align_ctx, limits.max_num_seqs, limits.num_spec_tokens, history_len)
-        mtp = MtpProposer(model, cache, limits.num_spec_tokens) if limits.spec_method == "mtp" else None
-        self.step = ModelStep(model, cache, mtp, limits.num_spec_tokens)
+        self.step = ModelStep(model, cache, limits, width)
         self.checker = FusedCopyChecker(cache, limits.check_fused_copy_rate) if limits.check_fused_copy_rate else None
         self._last: PendingStep | None = None
 

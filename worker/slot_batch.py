@@ -13,8 +13,6 @@ from mambalign.worker.mamba_columns import first_column
 from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext
 
 
-
-
 class SlotBatch:
     """`max_num_reqs` slots. Running columns and accepted counts are the migration context's own tensors."""
 

@@ -84,7 +84,7 @@ def test_server_options_are_checked_too() -> None:
 
 def resolved(facts: CheckpointFacts = FACTS, cuda: bool = False, **options: object) -> EngineConfig:
     config = EngineConfig.from_options(**options)
-    return resolve(config, facts, cuda_available=cuda, cuda_free_bytes=10 << 30)
+    return resolve(config, facts, cuda_available=cuda)
 
 
 def test_resolve_on_cpu() -> None:

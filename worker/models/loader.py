@@ -5,6 +5,7 @@ left over is gathered and reported together, by name, when the model is complete
 """
 
 import json
+import zlib
 from pathlib import Path
 
 import torch
@@ -18,6 +19,46 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be served: files missing or unreadable, weights missing, unexpected or mis-shaped."""
+
+
+class DummyWeights:
+    """Random weights of any shape that is asked for: benchmarks, tests, and (on "meta") counting bytes.
+
+    The same name and shape give the same values on one device. Scales are such that activations stay finite.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str, is_tied: bool = False):
+        self.dtype, self.device, self.is_tied = dtype, torch.device(device), is_tied
+        self.num_bytes = 0
+
+    def __contains__(self, name: str) -> bool:
+        return not (self.is_tied and name == "lm_head.weight")
+
+    def has_any(self, prefix: str) -> bool:
+        return True
+
+    def skip(self, prefix: str) -> None:
+        pass
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        self.num_bytes += tensor.nbytes
+        if self.device.type == "meta":
+            return tensor
+        if "norm" in name or name.endswith(".D"):
+            return tensor.fill_(1.0)
+        if name.endswith(".A_log"):
+            return tensor.copy_(torch.linspace(1.0, 16.0, shape[0]).log())
+        if name.endswith(".dt_bias"):
+            return tensor.copy_(torch.linspace(-6.0, -2.0, shape[0]))
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+        return tensor.normal_(0.0, shape[-1] ** -0.5, generator=generator)
+
+    def take_linear(self, name: str, out_features: int, in_features: int) -> torch.Tensor:
+        return self.take(name, (out_features, in_features)).t().contiguous()
+
+    def finish(self) -> None:
+        pass
 
 
 class Weights:

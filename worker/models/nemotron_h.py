@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from mambalign.kernels.activation import ACTIVATIONS
-from mambalign.kernels.linear import linear
 from mambalign.kernels.attention_rows import AttentionRows
+from mambalign.kernels.linear import linear
 from mambalign.worker.forward_batch import ForwardBatch
 from mambalign.worker.models.layers import MLP, Attention, ForwardContext, Linear, Mamba2Mixer, RMSNorm
 from mambalign.worker.models.loader import CheckpointError, Weights

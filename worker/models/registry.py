@@ -4,10 +4,9 @@ from pathlib import Path
 
 import torch
 
-from mambalign.kernels.attention import min_query_rows
 from mambalign.kernels.linear import check_linear_invariance
 from mambalign.worker.cpu import keep_freed_memory
-from mambalign.worker.models.loader import CheckpointError, Weights, read_config
+from mambalign.worker.models.loader import CheckpointError, DummyWeights, Weights, read_config
 from mambalign.worker.models.nemotron_h import NemotronH, NemotronHConfig
 
 FAMILIES = {"nemotron_h": NemotronH}  # config.json's model_type -> class
@@ -29,19 +28,33 @@ def parse_config(path: str | Path) -> NemotronHConfig:
 
 
 def load_model(
-    path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu", show_progress: bool = True
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    show_progress: bool = True,
+    load_format: str = "auto",
 ) -> NemotronH:
     """Load the checkpoint folder `path`, and prove its products batch-invariant on this machine.
 
-    Raises CheckpointError for what `parse_config` refuses, and for weights that do not fit.
+    load_format "dummy": random weights of the shapes that config.json asks for. Raises CheckpointError for what
+    `parse_config` refuses, and for weights that do not fit.
     """
     parsed = parse_config(path)
     if torch.device(device).type == "cpu":
         keep_freed_memory()
-    weights = Weights(Path(path), dtype, device, show_progress)
+    if load_format == "dummy":
+        weights = DummyWeights(dtype, device, parsed.tie_word_embeddings)
+    else:
+        weights = Weights(Path(path), dtype, device, show_progress)
     model = NemotronH(parsed, weights)
     weights.finish()
     check_linear_invariance(model.linear_weights())
-    for spec in model.attention_specs():
-        min_query_rows(spec.head_dim, torch.device(device))
     return model
+
+
+def weight_bytes(path: str | Path, dtype: torch.dtype) -> int:
+    """Bytes of memory that the model's weights take, from config.json alone."""
+    parsed = parse_config(path)
+    weights = DummyWeights(dtype, "meta", parsed.tie_word_embeddings)
+    NemotronH(parsed, weights)
+    return weights.num_bytes

@@ -1,0 +1,173 @@
+"""Decode steps as CUDA graphs: one launch for the target's pass, one for the drafter's.
+
+A graph runs a fixed number of rows of S+1 tokens each, over tensors of its own. A step of fewer rows, or of rows with
+fewer drafts, is copied in; what is left over is inert: rows without tokens, and tokens behind a row's last. Without
+CUDA the same padded step is run launch by launch (so that padding can be tested anywhere).
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from mambalign.worker.forward_batch import NO_BLOCK, NO_TOKEN, StepLayout, StepRows
+
+LARGEST = 256  # rows
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Row counts to capture: dense where a padded row costs most."""
+    most = min(max_num_seqs, LARGEST)
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, LARGEST + 1, 32)]
+    return [size for size in sizes if size < most] + [most]
+
+
+class DecodeGraph:
+    """`num_rows` rows of `num_spec_tokens + 1` tokens: their inputs, and the two captured passes."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_spec_tokens: int,
+        num_columns: int,
+        num_kv_blocks: int,
+        max_context_len: int,
+        device: torch.device,
+    ):
+        width, int32 = num_spec_tokens + 1, dict(dtype=torch.int32, device=device)
+        num_tokens = num_rows * width
+        rows, tokens = torch.arange(num_rows, device=device), torch.arange(num_tokens, device=device)
+        self.num_rows, self.width, self.device = num_rows, width, device
+        self.numbers = torch.zeros(4, num_rows, **int32)  # query_len, num_computed, running_column, num_accepted
+        self.num_final = torch.zeros(num_rows, **int32)
+        self.sampled = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        layout = StepLayout(
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            num_samples=num_tokens,
+            max_query_len=width,
+            max_context_len=max_context_len,
+            all_decode=True,
+            resumed=[],
+            query_start=(rows * width).int(),
+            query_len=self.numbers[0],
+            is_decode=torch.ones(num_rows, **int32),
+            samples_of_row=self.numbers[0],
+            sample_start=rows * width,
+            drafting=rows,
+            row_of_token=tokens // width,
+            offset_of_token=tokens % width,
+            token_ids=torch.zeros_like(tokens),
+            next_token_ids=torch.full_like(tokens, NO_TOKEN),
+            boundary_block=torch.full_like(tokens, NO_BLOCK),
+            sample_index=tokens,
+            kv_table=torch.zeros(num_rows, num_kv_blocks, **int32),
+        )
+        self.rows = StepRows(
+            layout,
+            self.numbers[1],
+            self.numbers[2],
+            self.numbers[3],
+            torch.zeros(num_rows, num_columns, **int32),
+            layout.token_ids,
+        )
+        self._place = tokens  # of each of the step's tokens, among the graph's
+
+    def load(self, rows: StepRows) -> None:
+        """Copy a step in; rows past its last become inert."""
+        layout, given = rows.layout, rows.layout.num_rows
+        self.numbers.zero_()
+        parts = (layout.query_len, rows.num_computed, rows.running_column, rows.num_accepted)
+        self.numbers[:, :given] = torch.stack(parts)
+        self.rows.mamba_table[:given, : rows.mamba_table.shape[1]] = rows.mamba_table
+        self.rows.layout.kv_table[:given, : layout.kv_table.shape[1]] = layout.kv_table
+        self._place = layout.row_of_token * self.width + layout.offset_of_token
+        self.rows.token_ids[self._place] = rows.token_ids
+
+    def take(self, of_tokens: torch.Tensor) -> torch.Tensor:
+        """[T, ..] of the step's own tokens."""
+        return of_tokens[self._place]
+
+    def put_sampled(self, sampled: torch.Tensor, num_final: torch.Tensor) -> None:
+        """Copy in what the drafter's pass needs: tokens int64 [T], and how many of each row's are final, int32 [R]."""
+        self.sampled[self._place] = sampled
+        self.num_final.zero_()
+        self.num_final[: len(num_final)] = num_final
+
+
+class DecodeGraphs:
+    """Graphs of every size for one `ModelStep`. They share one memory pool: only one runs at a time."""
+
+    def __init__(
+        self,
+        forward: Callable[[StepRows], torch.Tensor],
+        propose: Callable[[StepRows, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None,
+        sizes: list[int],
+        num_spec_tokens: int,
+        num_columns: int,
+        kv_block_tokens: int,
+        num_kv_blocks: int,
+        device: torch.device,
+    ):
+        """forward(rows) -> hidden; propose(rows, hidden, sampled, num_final) -> drafts, None without a drafter.
+
+        num_columns, num_kv_blocks: the widest block tables of a row.
+        """
+        self._forward, self._propose = forward, propose
+        self._graphs = [
+            DecodeGraph(n, num_spec_tokens, num_columns, num_kv_blocks, num_kv_blocks * kv_block_tokens, device)
+            for n in sizes
+        ]
+        self._sizes = sizes
+        self._hidden: dict[int, torch.Tensor] = {}
+        self._captured: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        if device.type == "cuda":
+            self._capture()
+
+    def pick(self, rows: StepRows) -> DecodeGraph | None:
+        """The smallest graph that holds a step of decode rows; None for any other step."""
+        layout = rows.layout
+        if not layout.all_decode or layout.num_rows > self._sizes[-1]:
+            return None
+        return self._graphs[bisect_left(self._sizes, layout.num_rows)]
+
+    def forward(self, graph: DecodeGraph, rows: StepRows) -> torch.Tensor:
+        """Hidden states [T, hidden] of the step's own tokens."""
+        graph.load(rows)
+        hidden = self._run("forward", graph, partial(self._forward, graph.rows))
+        self._hidden[graph.num_rows] = hidden
+        return graph.take(hidden)
+
+    def propose(self, graph: DecodeGraph, sampled: torch.Tensor, num_final: torch.Tensor) -> torch.Tensor:
+        """Drafts int64 [R, S] of the step that `forward` has run last."""
+        graph.put_sampled(sampled, num_final)
+        return self._run("propose", graph, partial(self._run_propose, graph))[: len(num_final)].clone()
+
+    def _run_propose(self, graph: DecodeGraph) -> torch.Tensor:
+        return self._propose(graph.rows, self._hidden[graph.num_rows], graph.sampled, graph.num_final)
+
+    def _run(self, name: str, graph: DecodeGraph, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if (name, graph.num_rows) not in self._captured:
+            return run()
+        captured, output = self._captured[name, graph.num_rows]
+        captured.replay()
+        return output
+
+    def _capture(self) -> None:
+        """Capture every size, the largest first, so that the smaller ones find its memory. All rows are inert."""
+        pool = torch.cuda.graph_pool_handle()
+        for graph in reversed(self._graphs):
+            hidden = self._capture_one("forward", graph, pool, partial(self._forward, graph.rows))
+            self._hidden[graph.num_rows] = hidden
+            if self._propose is not None:
+                self._capture_one("propose", graph, pool, partial(self._run_propose, graph))
+
+    def _capture_one(self, name: str, graph: DecodeGraph, pool, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        run()  # compiles what is not compiled yet
+        torch.cuda.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, pool=pool):
+            output = run()
+        self._captured[name, graph.num_rows] = captured, output
+        return output
