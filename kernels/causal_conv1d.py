@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from mambalign.kernels.activation import silu
+from mambalign.kernels.rows import MambaRows
 
 PIECE = 256  # rows convolved at a time, so that they stay in the processor's cache
 
@@ -105,3 +106,62 @@ def _extend(x: torch.Tensor, slots: torch.Tensor, window: int, plan: ConvPlan) -
     for has_state, inputs in zip(plan.has_state, x.split(plan.query_lens), strict=True):
         pieces += [next(windows) if has_state else zeros, inputs]
     return torch.cat(pieces)
+
+
+def causal_conv1d_varlen_reference(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: MambaRows,
+    layout: str,
+) -> torch.Tensor:
+    """Convolve x and apply silu; leave every row's inputs in `conv_state`, in place.
+
+    x [T, dim], whose tokens may lie further apart than dim; conv_state [blocks, state_len, dim] ("SD") or
+    [blocks, dim, state_len] ("DS"), in the dtype of x; weight [W, dim] and bias [dim] in fp32. Returns [T, dim] in the
+    dtype of x; undefined for tokens of no row. Number the inputs of a row from 0, its window being -(W-1) .. -1: slots
+    conv_offset .. conv_offset+W-2 of conv_block, or zeros without a temporal_block. A decode row leaves inputs
+    -(W-2) .. q-1 in conv_block, from slot 0; a prefill row the last W-1, and in the state_block of a token the W-1 that
+    end with it.
+    """
+    window = weight.shape[0] - 1
+    slots = conv_state if layout == "SD" else conv_state.transpose(1, 2)
+    y = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    kept_blocks = rows.state_block.tolist()
+    for row, (start, num_inputs) in enumerate(zip(rows.query_start.tolist(), rows.query_len.tolist(), strict=True)):
+        if num_inputs == 0:
+            continue
+        block, offset = int(rows.conv_block[row]), int(rows.conv_offset[row])
+        has_window = int(rows.temporal_block[row]) >= 0
+        old = slots[block, offset : offset + window] if has_window else x.new_zeros(window, x.shape[1])
+        inputs = torch.cat([old, x[start : start + num_inputs]])  # input i is inputs[window + i]
+        sums = torch.zeros(num_inputs, x.shape[1], device=x.device) if bias is None else bias
+        for tap in range(window + 1):
+            sums = sums + weight[tap] * inputs[tap : tap + num_inputs].float()
+        y[start : start + num_inputs] = silu(sums)
+        if int(rows.is_decode[row]):
+            slots[block, : window - 1 + num_inputs] = inputs[1:]
+            continue
+        for i, kept in enumerate(kept_blocks[start : start + num_inputs]):
+            if kept >= 0 and kept != block:
+                slots[kept, :window] = inputs[i + 1 : i + 1 + window]
+        slots[block, :window] = inputs[num_inputs:]
+    return y
+
+
+def causal_conv1d_varlen(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: MambaRows,
+    layout: str,
+) -> torch.Tensor:
+    """`causal_conv1d_varlen_reference`, fast: no host value but those of `rows` is looked at."""
+    assert conv_state.is_contiguous() and x.stride(1) == 1 and conv_state.dtype == x.dtype
+    if x.dtype == torch.float32:
+        from mambalign.kernels.cpu import conv_scan  # compiles: not where a GPU serves
+
+        return conv_scan.causal_conv1d(x, conv_state, weight, bias, rows, layout)
+    return causal_conv1d_varlen_reference(x, conv_state, weight, bias, rows, layout)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from mambalign.kernels.activation import softplus
+from mambalign.kernels.rows import MambaRows
 
 ROWS_TOGETHER = 8
 
@@ -171,3 +172,64 @@ def _keep(states: torch.Tensor, rows: list[int], block_ids: list[int], temporal_
         return
     kept = states[: len(rows)] if rows == list(range(len(rows))) else states[rows]
     temporal_state.index_copy_(0, torch.tensor(block_ids, device=kept.device), kept.to(temporal_state.dtype))
+
+
+def mamba2_scan_varlen_reference(
+    x: torch.Tensor,
+    dt_raw: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    dt_min: float,
+    temporal_state: torch.Tensor,
+    rows: MambaRows,
+) -> torch.Tensor:
+    """Run the recurrence over every row from the state in its temporal_block, or zeros; leave the states asked for.
+
+    x [T, heads, head_dim]; dt_raw [T, heads]; B, C [T, groups, d_state], head h using group h // (heads / groups); the
+    tokens of these may lie further apart than they are wide. A (negative), D, dt_bias [heads], fp32. temporal_state
+    [blocks, heads, head_dim, d_state], fp32 or 16 bit, updated in place: the state after token t in state_block[t], if
+    that is not negative. Returns y [T, heads, head_dim] in fp32; undefined for tokens of no row.
+    """
+    num_heads, num_groups = x.shape[1], B.shape[1]
+    y = torch.zeros(x.shape, device=x.device)
+    starts, lengths, kept_blocks = rows.query_start.tolist(), rows.query_len.tolist(), rows.state_block.tolist()
+    for start, length, block in zip(starts, lengths, rows.temporal_block.tolist(), strict=True):
+        state = torch.zeros(temporal_state.shape[1:], device=x.device)
+        if length > 0 and block >= 0:
+            state = temporal_state[block].float()
+        for token in range(start, start + length):
+            b_x = x[token].float()
+            b_B, b_C = (t[token].float().repeat_interleave(num_heads // num_groups, 0) for t in (B, C))
+            dt = softplus(dt_raw[token] + dt_bias).clamp(min=dt_min)
+            update = (dt[:, None] * b_x)[:, :, None] * b_B[:, None, :]
+            state = state * torch.exp(dt * A)[:, None, None] + update
+            state = state.to(temporal_state.dtype).float()
+            y[token] = (state * b_C[:, None, :]).sum(-1) + D[:, None] * b_x
+            if kept_blocks[token] >= 0:
+                temporal_state[kept_blocks[token]] = state.to(temporal_state.dtype)
+    return y
+
+
+def mamba2_scan_varlen(
+    x: torch.Tensor,
+    dt_raw: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    dt_min: float,
+    temporal_state: torch.Tensor,
+    rows: MambaRows,
+) -> torch.Tensor:
+    """`mamba2_scan_varlen_reference`, fast: no host value but those of `rows` is looked at."""
+    assert temporal_state.is_contiguous()
+    arguments = (x, dt_raw, B, C, A, D, dt_bias, dt_min, temporal_state, rows)
+    if temporal_state.dtype == torch.float32:
+        from mambalign.kernels.cpu import conv_scan  # compiles: not where a GPU serves
+
+        return conv_scan.mamba2_scan(*arguments)
+    return mamba2_scan_varlen_reference(*arguments)

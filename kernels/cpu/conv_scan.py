@@ -1,0 +1,265 @@
+"""The causal conv and the Mamba-2 scan on a CPU: one call a layer, straight from and to the paged fp32 states.
+
+Compiled when this module is imported; the machine code is cached beside the file. A row's bits come from that row
+alone: one piece of code takes every token of every row, whatever the batch and however a text is cut. A head's state
+stays in a buffer of the processor's cache over the row's tokens and is copied to a block where one is asked for.
+Formulas and contracts: `kernels/causal_conv1d.py`, `kernels/mamba2_scan.py`, `kernels/rows.py`.
+"""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import numpy as np
+import torch
+from numba import njit
+
+from mambalign.kernels.activation import SOFTPLUS_LINEAR_ABOVE
+from mambalign.kernels.cpu.vector_rows import LANES, ROWS, scan_four_rows
+from mambalign.kernels.rows import MambaRows
+
+SHARED_ABOVE = 1 << 21  # state elements to update (one takes 0.1 ns) from which threads share a call
+CHANNEL_COST = 64  # a channel of the conv takes as long as this many state elements
+
+LINEAR_ABOVE = np.float32(SOFTPLUS_LINEAR_ABOVE)
+F32, I32, I64 = "float32[::1]", "int32[::1]", "int64"
+ROW_TYPES = ", ".join([I32] * 7)  # the fields of `_row_arrays`
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: MambaRows,
+    layout: str,
+) -> torch.Tensor:
+    """As `causal_conv1d_varlen`, all tensors in fp32."""
+    num_tokens, dim = x.shape
+    y = torch.empty(num_tokens, dim)
+    if num_tokens == 0:
+        return y
+    bias = torch.zeros(dim) if bias is None else bias
+    arguments = (_flat(x), x.stride(0), conv_state.numpy(), layout == "SD", weight.numpy(), bias.numpy(), y.numpy())
+    arguments += _row_arrays(rows)
+    _share(lambda first, last: _conv(*arguments, first, last), dim, num_tokens * dim * CHANNEL_COST, LANES)
+    return y
+
+
+def mamba2_scan(
+    x: torch.Tensor,
+    dt_raw: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    dt_min: float,
+    temporal_state: torch.Tensor,
+    rows: MambaRows,
+) -> torch.Tensor:
+    """As `mamba2_scan_varlen`, for a `temporal_state` in fp32."""
+    x, dt_raw, B, C = x.float(), dt_raw.float(), B.float(), C.float()
+    num_tokens, num_heads, head_dim = x.shape
+    num_groups, d_state = B.shape[1:]
+    y = torch.empty(num_tokens, num_heads, head_dim)
+    if num_tokens == 0:
+        return y
+    arguments = (_flat(x), x.stride(0), _flat(dt_raw), dt_raw.stride(0))
+    arguments += (_flat(B), B.stride(0), _flat(C), C.stride(0), _flat(A), _flat(D), _flat(dt_bias), dt_min)
+    arguments += (_flat(temporal_state), y.numpy(), d_state, num_groups, *_row_arrays(rows))
+    _share(lambda first, last: _scan(*arguments, first, last), num_heads, y.numel() * d_state)
+    return y
+
+
+def _flat(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's memory from its first element to its last; only the first stride may skip elements."""
+    width = tensor[0].numel()
+    assert tensor[0].is_contiguous(), f"strides {tensor.stride()} of shape {tuple(tensor.shape)}"
+    return tensor.as_strided(((tensor.shape[0] - 1) * tensor.stride(0) + width,), (1,)).numpy()
+
+
+def _row_arrays(rows: MambaRows) -> tuple[np.ndarray, ...]:
+    fields = (rows.query_start, rows.query_len, rows.conv_block, rows.conv_offset)
+    fields += (rows.temporal_block, rows.is_decode, rows.state_block)
+    return tuple(field.numpy() for field in fields)
+
+
+def _share(run: Callable[[int, int], None], width: int, work: int, unit: int = 1) -> None:
+    """run(first, last) over 0 .. width, by several threads when it is worth their start."""
+    threads = torch.get_num_threads() if work > SHARED_ABOVE else 1
+    step = -(-width // (threads * unit)) * unit
+    parts = [(first, min(first + step, width)) for first in range(0, width, step)]
+    others = [_threads().submit(run, *part) for part in parts[1:]]
+    run(*parts[0])
+    for other in others:
+        other.result()
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(torch.get_num_threads(), "conv_scan")
+
+
+@njit(inline="always")
+def _exp(x):
+    """exp(x) in fp32 within 1 ulp, in operations that vectorise (Cephes' expf); least value 1.2e-38."""
+    x = min(max(x, np.float32(-87.33654)), np.float32(88.37626))
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375)
+    r = r - n * np.float32(-2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * (r * r) + r + np.float32(1.0)
+    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@njit(f"void({F32}, {F32})", cache=True, nogil=True)
+def _silu(x, out):
+    for i in range(x.shape[0]):
+        out[i] = x[i] / (np.float32(1.0) + _exp(-x[i]))
+
+
+@njit(inline="always")
+def _copy(out, values):
+    for i in range(out.shape[0]):
+        out[i] = values[i]
+
+
+@njit(inline="always")
+def _multiply_add(sums, weight, values):
+    for i in range(sums.shape[0]):
+        sums[i] += weight[i] * values[i]
+
+
+@njit(inline="always")
+def _input(old, inputs, stride, i):
+    """Input i of a row; those before its first, i < 0, are in the window that it found."""
+    return old[i + old.shape[0]] if i < 0 else inputs[i * stride : i * stride + old.shape[1]]
+
+
+@njit
+def _leave(conv_state, slots_first, block, first, old, inputs, stride, oldest, count):
+    """Slots 0 .. count-1 of `block` = the row's inputs from number `oldest`."""
+    last = first + old.shape[1]
+    for slot in range(count):
+        values = _input(old, inputs, stride, oldest + slot)
+        if slots_first:
+            _copy(conv_state[block, slot, first:last], values)
+        else:
+            _copy(conv_state[block, first:last, slot], values)
+
+
+@njit(
+    f"void({F32}, {I64}, float32[:, :, ::1], boolean, float32[:, ::1], {F32}, float32[:, ::1], "
+    f"{ROW_TYPES}, {I64}, {I64})",
+    cache=True,
+    nogil=True,
+)
+def _conv(
+    x, stride, conv_state, slots_first, weight, bias, y,
+    query_start, query_len, conv_block, conv_offset, temporal_block, is_decode, state_block, first, last,
+):  # fmt: skip
+    """Channels first .. last of all rows. A row's window is read before anything of the row is written."""
+    conv_width = weight.shape[0]
+    window = conv_width - 1
+    old, sums = np.empty((window, last - first), np.float32), np.empty(last - first, np.float32)
+    for row in range(query_start.shape[0]):
+        start, num_inputs, block = np.int64(query_start[row]), np.int64(query_len[row]), np.int64(conv_block[row])
+        if num_inputs == 0:
+            continue
+        inputs = x[start * stride + first :]
+        for i in range(window):
+            slot = np.int64(conv_offset[row]) + i
+            if temporal_block[row] < 0:
+                old[i] = np.float32(0.0)
+            elif slots_first:
+                _copy(old[i], conv_state[block, slot, first:last])
+            else:
+                _copy(old[i], conv_state[block, first:last, slot])
+
+        for i in range(num_inputs):
+            _copy(sums, bias[first:last])
+            for tap in range(conv_width):
+                _multiply_add(sums, weight[tap, first:last], _input(old, inputs, stride, i - window + tap))
+            _silu(sums, y[start + i, first:last])
+            kept = np.int64(state_block[start + i])
+            if is_decode[row] == 0 and kept >= 0 and kept != block:
+                _leave(conv_state, slots_first, kept, first, old, inputs, stride, i + 1 - window, window)
+        if is_decode[row] == 0:
+            _leave(conv_state, slots_first, block, first, old, inputs, stride, num_inputs - window, window)
+        else:
+            _leave(conv_state, slots_first, block, first, old, inputs, stride, 1 - window, window - 1 + num_inputs)
+
+
+@njit(inline="always")
+def _read_state(state, memory, place, head_dim, d_state):
+    """state [rows, lanes], larger than [head_dim, d_state] when that is odd, = what lies at `place`."""
+    if state.shape[1] == d_state:
+        _copy(state.reshape(-1)[: head_dim * d_state], memory[place : place + head_dim * d_state])
+    else:
+        for p in range(head_dim):
+            _copy(state[p, :d_state], memory[place + p * d_state : place + (p + 1) * d_state])
+
+
+@njit(inline="always")
+def _leave_state(state, memory, place, head_dim, d_state):
+    if state.shape[1] == d_state:
+        _copy(memory[place : place + head_dim * d_state], state.reshape(-1)[: head_dim * d_state])
+    else:
+        for p in range(head_dim):
+            _copy(memory[place + p * d_state : place + (p + 1) * d_state], state[p, :d_state])
+
+
+@njit(
+    f"void({F32}, {I64}, {F32}, {I64}, {F32}, {I64}, {F32}, {I64}, {F32}, {F32}, {F32}, float32, {F32}, "
+    f"float32[:, :, ::1], {I64}, {I64}, {ROW_TYPES}, {I64}, {I64})",
+    cache=True,
+    nogil=True,
+)
+def _scan(
+    x, x_stride, dt_raw, dt_stride, B, B_stride, C, C_stride, A, D, dt_bias, dt_min,
+    temporal_state, y, d_state, num_groups,
+    query_start, query_len, conv_block, conv_offset, temporal_block, is_decode, state_block, first_head, last_head,
+):  # fmt: skip
+    """Heads first .. last of all rows. Buffers are whole vectors wide; what is past the end of one stays zero."""
+    _, num_heads, head_dim = y.shape
+    num_chunks, num_quads = -(-d_state // LANES), -(-head_dim // ROWS)
+    state = np.zeros((num_quads * ROWS, num_chunks * LANES), np.float32)
+    flat_state = state.reshape(-1)
+    b_B, b_C = np.zeros(num_chunks * LANES, np.float32), np.zeros(num_chunks * LANES, np.float32)
+    b_x, b_y = np.zeros(num_quads * ROWS, np.float32), np.zeros(num_quads * ROWS, np.float32)
+    size = head_dim * d_state
+    for row in range(query_start.shape[0]):
+        start, stop = np.int64(query_start[row]), np.int64(query_start[row]) + np.int64(query_len[row])
+        if start == stop:
+            continue
+        for head in range(first_head, last_head):
+            group = head // (num_heads // num_groups)
+            state[:] = np.float32(0.0)
+            if temporal_block[row] >= 0:
+                place = (np.int64(temporal_block[row]) * num_heads + head) * size
+                _read_state(state, temporal_state, place, head_dim, d_state)
+            for token in range(start, stop):
+                dt = dt_raw[token * dt_stride + head] + dt_bias[head]
+                if dt <= LINEAR_ABOVE:
+                    dt = math.log1p(math.exp(dt))
+                dt = max(dt, dt_min)
+                decay = math.exp(dt * A[head])
+                at = token * B_stride + group * d_state
+                _copy(b_B[:d_state], B[at : at + d_state])
+                at = token * C_stride + group * d_state
+                _copy(b_C[:d_state], C[at : at + d_state])
+                at = token * x_stride + head * head_dim
+                _copy(b_x[:head_dim], x[at : at + head_dim])
+                for quad in range(num_quads):
+                    scan_four_rows(flat_state, b_B, b_C, b_x, b_y, quad * ROWS, num_chunks, decay, dt, D[head])
+                _copy(y[token, head], b_y[:head_dim])
+                if state_block[token] >= 0:
+                    place = (np.int64(state_block[token]) * num_heads + head) * size
+                    _leave_state(state, temporal_state, place, head_dim, d_state)

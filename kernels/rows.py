@@ -1,0 +1,23 @@
+"""Where the rows of a step lie, as tensors on the model's device: what the kernels of recurrent states read."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MambaRows:
+    """R rows over T tokens. A row with `query_len` 0 is inert; a token of no row is padding: neither reads nor writes.
+
+    No two rows of a step touch the same block. Host values describe a launch and change no bits.
+    """
+
+    query_start: torch.Tensor  # int32 [R], first token of the row
+    query_len: torch.Tensor  # int32 [R]
+    max_query_len: int  # an upper bound of query_len
+    conv_block: torch.Tensor  # int32 [R], holds the conv window that the row reads, and then the one that it leaves
+    conv_offset: torch.Tensor  # int32 [R], slot at which the window starts: num_accepted - 1; 0 for prefill rows
+    temporal_block: torch.Tensor  # int32 [R], state that the row continues from; -1: zeros, and no window either
+    is_decode: torch.Tensor  # int32 [R], 1: conv slots are left with the inputs of drafts behind the window
+    state_block: torch.Tensor  # int32 [T], where the temporal state after the token is left; -1: not kept
+    all_decode: bool  # every row that is not inert has is_decode 1
