@@ -59,8 +59,8 @@ class EngineCore:
         path = locate(config.model.model)
         self.facts: CheckpointFacts = read_facts(config.model.model, path)
         self.config = resolve(config, self.facts, cuda_available=torch.cuda.is_available())
-        is_dummy = self.config.model.load_format == "dummy"
-        self.tokenizer = load_tokenizer(DEFAULT_MODEL if is_dummy else path)
+        has_no_tokenizer = self.config.model.load_format == "dummy" and not (path / "tokenizer.json").exists()
+        self.tokenizer = load_tokenizer(DEFAULT_MODEL if has_no_tokenizer else path)
         self.max_model_len: int = self.config.model.max_model_len
         self.spec_tokens: int = self.config.spec.spec_tokens
         self.spec_method: str | None = self.config.spec.spec_method
