@@ -4,8 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from mambalign.kernels.launch import runs_kernel
-
 BLOCK = 1024
 
 
@@ -27,13 +25,19 @@ def scatter_rows_kernel(source, dest, index, source_stride, width, BLOCK: tl.con
 def scatter_rows_reference(source: torch.Tensor, dest: torch.Tensor, index: torch.Tensor) -> None:
     """Torch reference of `scatter_rows`."""
     is_kept = index >= 0
-    dest[index[is_kept]] = source[is_kept]
+    dest[index[is_kept].long()] = source[is_kept]
 
 
 def scatter_rows(source: torch.Tensor, dest: torch.Tensor, index: torch.Tensor) -> None:
     """Copy row t of source [T, width] to row index[t] (int, [T]) of dest [N, width], contiguous; negative skips."""
-    if not runs_kernel(dest):
-        return scatter_rows_reference(source, dest, index)
+    if dest.is_cuda:
+        scatter_rows_on_gpu(source, dest, index)
+    else:
+        scatter_rows_reference(source, dest, index)
+
+
+def scatter_rows_on_gpu(source: torch.Tensor, dest: torch.Tensor, index: torch.Tensor) -> None:
+    """`scatter_rows` by the kernel."""
     num_rows, width = source.shape
     grid = (num_rows, triton.cdiv(width, BLOCK))
     scatter_rows_kernel[grid](source, dest, index, source.stride(0), width, BLOCK)

@@ -49,13 +49,13 @@ class DecodeGraph:
             max_query_len=width,
             max_context_len=max_context_len,
             all_decode=True,
-            resumed=[],
             query_start=(rows * width).int(),
             query_len=self.numbers[0],
             is_decode=torch.ones(num_rows, **int32),
             samples_of_row=self.numbers[0],
             sample_start=rows * width,
             drafting=rows,
+            resumed=rows[:0],
             row_of_token=tokens // width,
             offset_of_token=tokens % width,
             token_ids=torch.zeros_like(tokens),
@@ -120,6 +120,7 @@ class DecodeGraphs:
             for n in sizes
         ]
         self._sizes = sizes
+        self.num_steps = 0  # run since start
         self._hidden: dict[int, torch.Tensor] = {}
         self._captured: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         if device.type == "cuda":
@@ -134,6 +135,7 @@ class DecodeGraphs:
 
     def forward(self, graph: DecodeGraph, rows: StepRows) -> torch.Tensor:
         """Hidden states [T, hidden] of the step's own tokens."""
+        self.num_steps += 1
         graph.load(rows)
         hidden = self._run("forward", graph, partial(self._forward, graph.rows))
         self._hidden[graph.num_rows] = hidden

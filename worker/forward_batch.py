@@ -33,13 +33,13 @@ class StepLayout:
     max_query_len: int
     max_context_len: int  # at least every row's tokens, those of this step included
     all_decode: bool
-    resumed: list[int]  # rows that begin behind a cached prefix with this step
     query_start: torch.Tensor  # int32 [R]
     query_len: torch.Tensor  # int32 [R]
     is_decode: torch.Tensor  # int32 [R]
     samples_of_row: torch.Tensor  # int32 [R]: a decode row samples after each token, a prompt after its last
     sample_start: torch.Tensor  # int64 [R], the row's first in the list of samples
     drafting: torch.Tensor  # int64 [.], rows that sample
+    resumed: torch.Tensor  # int64 [.], rows that begin behind a cached prefix with this step
     row_of_token: torch.Tensor  # int64 [T]
     offset_of_token: torch.Tensor  # int64 [T], within the row
     token_ids: torch.Tensor  # int64 [T], NO_TOKEN where the device knows
@@ -75,6 +75,7 @@ def lay_out(rows: list[ScheduledRow], cache: StateCache, resumed: set[str]) -> S
     parts = _send(
         [
             *(query_start, query_len, is_decode, samples, np.cumsum(samples) - samples, np.flatnonzero(samples)),
+            [i for i, row in enumerate(rows) if row.request_id in resumed],
             *(row_of_token, offset, token_ids, next_token_ids, boundary_block, np.flatnonzero(is_sampled)),
             kv_table.reshape(-1),
         ],
@@ -87,10 +88,9 @@ def lay_out(rows: list[ScheduledRow], cache: StateCache, resumed: set[str]) -> S
         int(query_len.max()),
         kv_table.shape[1] * cache.kv_block_tokens,
         bool(is_decode.all()),
-        [i for i, row in enumerate(rows) if row.request_id in resumed],
         *(part.int() for part in parts[:4]),
-        *parts[4:12],
-        parts[12].view(len(rows), -1).int(),
+        *parts[4:13],
+        parts[13].view(len(rows), -1).int(),
     )
 
 

@@ -96,7 +96,7 @@ class ModelStep:
 
     def _forward(self, rows: StepRows) -> torch.Tensor:
         batch = forward_batch(rows, self.cache)
-        if self.mtp is not None and rows.layout.resumed:
+        if self.mtp is not None and len(rows.layout.resumed):
             self.mtp.resume(rows, batch.mamba.temporal_block)
         hidden = self.model.forward(batch, self.cache)
         if self.mtp is not None:

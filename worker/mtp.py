@@ -44,8 +44,7 @@ class MtpProposer:
 
         Before the target's pass, which overwrites the carry. temporal_block int32 [R].
         """
-        layout = rows.layout
-        resumed = torch.tensor(layout.resumed, device=self.cache.device)
+        layout, resumed = rows.layout, rows.layout.resumed
         carry = self.cache.carry[temporal_block[resumed]]
         token_ids = rows.token_ids[layout.query_start[resumed]]
         self._one_token_each(carry, token_ids, layout.kv_table[resumed], rows.num_computed[resumed], None)

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from mambalign.kernels.activation import ACTIVATIONS
 from mambalign.kernels.attention import paged_attention_varlen, write_kv_varlen
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.causal_conv1d import causal_conv1d_varlen
 from mambalign.kernels.linear import linear
 from mambalign.kernels.mamba2_scan import mamba2_scan_varlen
-from mambalign.kernels.rms_norm import rms_norm, rms_norm_gated
+from mambalign.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_gated
 from mambalign.kernels.rows import MambaRows
 from mambalign.worker.models.loader import Weights
 from mambalign.worker.state_cache import StateCache
@@ -48,8 +47,8 @@ class Linear:
         self.weight = torch.cat(columns).t().contiguous()  # K-major
         self.bias = torch.cat([weights.take(f"{name}.bias", (width,)) for name, width in parts]) if bias else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+    def __call__(self, x: torch.Tensor, activation: str | None = None) -> torch.Tensor:
+        return linear(x, self.weight, self.bias, activation)
 
 
 class RMSNorm:
@@ -59,6 +58,10 @@ class RMSNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + residual, and the sum itself."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Mamba2Mixer:
@@ -145,7 +148,7 @@ class MLP:
     """down(act(up(x))), without a gate."""
 
     def __init__(self, config, weights: Weights, name: str):
-        self.activation = ACTIVATIONS[config.mlp_hidden_act]
+        self.activation = config.mlp_hidden_act
         self.up_proj = Linear(weights, f"{name}.up_proj", config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.down_proj = Linear(
             weights, f"{name}.down_proj", config.intermediate_size, config.hidden_size, config.mlp_bias
@@ -155,4 +158,4 @@ class MLP:
         return [self.up_proj, self.down_proj]
 
     def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        return self.down_proj(self.activation(self.up_proj(x)))
+        return self.down_proj(self.up_proj(x, self.activation))

@@ -139,8 +139,14 @@ class Block:
         self.norm = RMSNorm(weights, f"{name}.norm", config.hidden_size, config.layer_norm_epsilon)
         self.mixer = mixer
 
-    def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        return self.mixer(self.norm(x), context).add_(x)
+
+def run_blocks(blocks: list[Block], final_norm: RMSNorm, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    """Blocks one after the other, then the final norm. Each sum is taken with the norm that follows it."""
+    normed, residual = blocks[0].norm(x), x
+    next_norms = [*(block.norm for block in blocks[1:]), final_norm]
+    for block, norm in zip(blocks, next_norms, strict=True):
+        normed, residual = norm.of_sum(block.mixer(normed, context), residual)
+    return normed
 
 
 class MtpHead:
@@ -161,9 +167,7 @@ class MtpHead:
 
     def __call__(self, embedding: torch.Tensor, prev_hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(prev_hidden)], dim=-1))
-        for block in self.blocks:
-            x = block(x, context)
-        return self.final_norm(x)
+        return run_blocks(self.blocks, self.final_norm, x, context)
 
 
 class NemotronH:
@@ -218,13 +222,11 @@ class NemotronH:
         """
         context = ForwardContext(cache, batch.slot_mapping, batch.attention, batch.mamba)
         x = self.embedding[batch.token_ids]
-        for block in self.blocks:
-            x = block(x, context)
-        return self.final_norm(x)
+        return run_blocks(self.blocks, self.final_norm, x, context)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[M, hidden] -> [M, vocab], fp32."""
-        return linear(hidden, self.head_weight).float()
+        return linear(hidden, self.head_weight, out_dtype=torch.float32)
 
     def mtp_forward(
         self,
