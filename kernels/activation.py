@@ -1,16 +1,50 @@
 """Activations built from operations whose bits do not depend on an element's place in its tensor.
 
 torch's vectorised `silu`, `softplus` and `sigmoid` round differently in the scalar tail of a tensor than in its body,
-so a token's bits would change with the batch. `exp`, `log1p`, `div`, `mul` and `add` do not (a test pins it).
+so a token's bits would change with the batch. `exp`, `log1p`, `div`, `mul` and `add` do not (a test pins it). On a GPU
+one kernel does what those would do in several.
 """
 
 import torch
+import triton
+import triton.language as tl
 
 SOFTPLUS_LINEAR_ABOVE = 20.0  # softplus(x) == x in fp32 from here on (the threshold of torch's softplus)
+BLOCK = 1024
+
+
+@triton.jit
+def silu_of(b_x):
+    """x / (1 + exp(-x)) of fp32 values."""
+    return b_x / (1.0 + tl.exp(-b_x))
+
+
+@triton.jit(do_not_specialize=["num_elements"])
+def activation_kernel(p_x, p_out, num_elements, RELU2: tl.constexpr, BLOCK: tl.constexpr):
+    """out = relu2(x) or silu(x), each element by itself, in fp32, rounded once. Grid: blocks of BLOCK elements."""
+    o_element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_x = tl.load(p_x + o_element, mask=o_element < num_elements, other=0.0).to(tl.float32)
+    if RELU2:
+        b_x = tl.where(b_x < 0.0, 0.0, b_x)
+        b_out = b_x * b_x
+    else:
+        b_out = silu_of(b_x)
+    tl.store(p_out + o_element, b_out.to(p_out.dtype.element_ty), mask=o_element < num_elements)
+
+
+def activation_on_gpu(x: torch.Tensor, relu2: bool) -> torch.Tensor:
+    """relu2 or silu of each element, contiguous, in the dtype of x."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if x.numel():
+        activation_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), relu2, BLOCK)
+    return out
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x / (1 + exp(-x)), computed in fp32, in the dtype of x."""
+    if x.is_cuda:
+        return activation_on_gpu(x, relu2=False)
     x32 = x.float()
     return torch.div(x32, x32.neg().exp_().add_(1.0)).to(x.dtype)
 
@@ -23,6 +57,8 @@ def softplus(x: torch.Tensor) -> torch.Tensor:
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0) squared (arXiv 2109.08668), in the dtype of x."""
+    if x.is_cuda:
+        return activation_on_gpu(x, relu2=True)
     positive = x.relu()
     return positive.mul_(positive)
 

@@ -1,18 +1,26 @@
 """Linear layers in which a row's bits depend on that row and the weight only, never on the rows beside it.
 
-Formula: y = x @ w (+ b), with w stored K-major ([K, N], contiguous), as the loader lays it out.
+Formula: y = act(x @ w (+ b)), with w stored K-major ([K, N], contiguous), as the loader lays it out.
 
 A CPU matrix library picks another kernel, and so another order of addition, when the number of rows is small or
 K is long. Three habits keep it to one order: the weight is K-major, K is walked in segments of `SEGMENT_K` that
 are added in order, and a single row is run as two. That this suffices is a property of a machine and its library,
 not a law: `check_linear_invariance` tries it at start-up on each weight shape, and a shape that fails is run in
 blocks of `BLOCK_ROWS` rows from then on. The number of threads is part of the build: it must not change later.
+
+A GPU runs the kernel of `kernels/linear_triton.py`, whose order of addition is fixed by the weight's shape; the check
+tries that too, and a shape that fails uses one family of tiles for every number of rows. The check also finds the row
+counts, of a short list, at which the GPU's library gives the kernel's bits; long prompts then run in the library.
 """
 
 import logging
+import os
 from collections.abc import Iterable
 
 import torch
+
+from mambalign.kernels.activation import ACTIVATIONS
+from mambalign.kernels.linear_triton import linear_on_gpu, segments_of, tile_counters, tiles_for
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +28,30 @@ SEGMENT_K = 512
 BLOCK_ROWS = 8
 MAX_ROWS = 512  # most rows of one call to the library; more rows are run in pieces of this many
 
-_run_by_blocks: set[tuple[int, int, torch.dtype]] = set()  # shapes that the start-up check found wanting
+LIBRARY_ROWS = (512, 1024, 2048, 4096, 8192)  # row counts at which a GPU's library may serve
+MAX_LIBRARY_ELEMENTS = 1 << 28  # of a result that the check computes twice
+USE_LIBRARY = os.environ.get("MAMBALIGN_LIBRARY_LINEAR", "1") == "1"  # its ablation: the kernel for every row count
+
+Shape = tuple[int, int, torch.dtype]
+_run_by_blocks: set[Shape] = set()  # shapes that the start-up check found wanting
+_library_rows: dict[Shape, set[int]] = {}  # row counts of the library that the check found equal to the kernel
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [M, K] times weight [K, N] plus bias [N], in the dtype of x. Every row of the result is batch-invariant."""
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x [M, K] times weight [K, N] plus bias [N], then an activation of `ACTIVATIONS`. Every row is batch-invariant.
+
+    x: rows may be apart, on a GPU. weight: contiguous, of the dtype of x. bias: of the dtype of x.
+    out_dtype: None, the dtype of x; or fp32, which on a GPU is the sums themselves, on a CPU the rounded result.
+    Returns [M, N], rounded after the product, the bias and the activation, as three steps would.
+    """
+    if x.is_cuda:
+        return _linear_on_gpu(x, weight, bias, activation, out_dtype)
     num_rows = x.shape[0]
     if _run_by_blocks and (*weight.shape, weight.dtype) in _run_by_blocks:
         out = _linear_by_blocks(x, weight)
@@ -36,7 +63,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         out = x.new_empty(num_rows, weight.shape[1])
         for start, stop in _pieces(num_rows):
             _linear_by_segments(x[start:stop], weight, out[start:stop])
-    return out if bias is None else out.add_(bias)
+    if bias is not None:
+        out.add_(bias)
+    if activation is not None:
+        out = ACTIVATIONS[activation](out)
+    return out if out_dtype is None else out.to(out_dtype)
 
 
 def check_linear_invariance(weights: Iterable[torch.Tensor]) -> list[tuple[int, int, torch.dtype]]:
@@ -44,23 +75,71 @@ def check_linear_invariance(weights: Iterable[torch.Tensor]) -> list[tuple[int, 
 
     Inputs have exponents spread over 2^-12 .. 2^12 and pairs that nearly cancel, so that a changed order of
     addition shows. Returns the shapes that failed. Raises RuntimeError when fixed blocks do not help either.
+    On a GPU a shape that fails uses one family of tiles instead; call it before the first capture of a graph.
     """
     failed = []
-    for k, n, dtype, device in dict.fromkeys((*w.shape, w.dtype, w.device) for w in weights):
-        if _is_invariant(k, n, dtype, device):
-            continue
-        _run_by_blocks.add((k, n, dtype))
-        failed.append((k, n, dtype))
-        if not _is_invariant(k, n, dtype, device):
-            raise RuntimeError(f"linear layer of shape {k}x{n}, {dtype}: no batch-invariant way to run it on {device}")
-        logger.warning(
-            "linear %dx%d %s: the library's bits depend on the batch; running it in blocks of %d rows",
-            k,
-            n,
-            dtype,
-            BLOCK_ROWS,
-        )
+    for (k, n, dtype, device), weight in {(*w.shape, w.dtype, w.device): w for w in weights}.items():
+        is_invariant = _is_invariant_on_gpu if device.type == "cuda" else _is_invariant
+        if not is_invariant(k, n, dtype, device):
+            _run_by_blocks.add((k, n, dtype))
+            failed.append((k, n, dtype))
+            if not is_invariant(k, n, dtype, device):
+                raise RuntimeError(f"linear layer {k}x{n}, {dtype}: no batch-invariant way to run it on {device}")
+            instead = "one family of tiles" if device.type == "cuda" else f"blocks of {BLOCK_ROWS} rows"
+            logger.warning("linear %dx%d %s: its bits depend on the batch; running it in %s", k, n, dtype, instead)
+        if device.type == "cuda" and USE_LIBRARY:
+            _library_rows[k, n, dtype] = _equal_library_rows(weight)
+            logger.info("linear %dx%d %s: library at %s rows", k, n, dtype, sorted(_library_rows[k, n, dtype]))
     return failed
+
+
+def _linear_on_gpu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    num_rows, shape = x.shape[0], (*weight.shape, weight.dtype)
+    library_rows = out_dtype is None and _library_row_count(num_rows, shape)
+    if library_rows:
+        out = torch.mm(_pad_rows(x, library_rows), weight)[:num_rows]
+        out = out if bias is None else out.add_(bias)
+    else:
+        tiles = tiles_for(num_rows, *shape, one_family=True) if shape in _run_by_blocks else None
+        relu2 = activation == "relu2"
+        out = linear_on_gpu(x, weight, bias, relu2=relu2, out_dtype=out_dtype, tiles=tiles)
+        if relu2:
+            return out
+    return out if activation is None else ACTIVATIONS[activation](out)
+
+
+def _library_row_count(num_rows: int, shape: Shape) -> int:
+    """The row count to pad to, or 0: none of the equal ones is at most an eighth larger."""
+    counts = _library_rows.get(shape, ())
+    return next((count for count in sorted(counts) if num_rows <= count and count - num_rows <= num_rows // 8), 0)
+
+
+def _pad_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+    if x.shape[0] == num_rows:
+        return x
+    padded = x.new_zeros(num_rows, x.shape[1])
+    padded[: x.shape[0]] = x
+    return padded
+
+
+def _equal_library_rows(weight: torch.Tensor) -> set[int]:
+    """Row counts at which the library gives the kernel's bits: a sum in another order would show in some element."""
+    (k, n), equal = weight.shape, set()
+    if segments_of(k, n)[0] > 1 or weight.dtype == torch.float32:
+        return equal
+    x = _hard_values(max(LIBRARY_ROWS), k, 0, weight.device).to(weight.dtype)
+    for count in LIBRARY_ROWS:
+        if count * n <= MAX_LIBRARY_ELEMENTS and torch.equal(
+            torch.mm(x[:count], weight), linear_on_gpu(x[:count], weight)
+        ):
+            equal.add(count)
+    return equal
 
 
 def _linear_by_segments(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -92,20 +171,48 @@ def _pieces(num_rows: int) -> list[tuple[int, int]]:
 
 
 def _is_invariant(k: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
-    generator = torch.Generator().manual_seed(k * 1_000_003 + n)
-
-    def spread(rows: int, columns: int) -> torch.Tensor:
-        exponents = torch.randint(-12, 13, (rows, columns), generator=generator)
-        return torch.randn(rows, columns, generator=generator).ldexp(exponents)
-
-    x, weight = spread(MAX_ROWS, k), spread(k, n)
-    half = k // 2  # the second half nearly cancels the first
-    x[:, half : 2 * half] = -x[:, :half] * (1 + 1e-3 * torch.rand(half, generator=generator))
-    weight[half : 2 * half] = weight[:half]
-    x, weight = x.to(device, dtype), weight.to(device, dtype)
+    x, weight = _hard_inputs(MAX_ROWS, k, n, device)
+    x, weight = x.to(dtype), weight.to(dtype)
     want = linear(x, weight)
     for num_rows in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 31, 32, 33, 37, 48, 64, 65, 100, 128, 200, 256, 384):
         for first in {0, 1, 7, MAX_ROWS - num_rows}:
             if not torch.equal(linear(x[first : first + num_rows], weight), want[first : first + num_rows]):
                 return False
     return True
+
+
+def _is_invariant_on_gpu(k: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Compares the sums before they are rounded, in tiles and segments of the whole weight but fewer columns."""
+    tile_counters(device)
+    num_columns, num_rows = n if n < 1024 else 512 + n % 512, 1024
+    one_family, segments = (k, n, dtype) in _run_by_blocks, segments_of(k, n)
+    x, weight = _hard_inputs(num_rows, k, num_columns, device)
+    x, weight = x.to(dtype), weight.to(dtype)
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        tiles = tiles_for(len(rows), k, n, dtype, one_family)
+        return linear_on_gpu(rows, weight, out_dtype=torch.float32, tiles=tiles, segments=segments)
+
+    want = run(x)
+    for count in (1, 7, 16, 17, 32, 48, 64, 100, 128, 200, 256, 500):
+        for first in {0, 1, num_rows - count}:
+            if not torch.equal(run(x[first : first + count]), want[first : first + count]):
+                return False
+    return True
+
+
+def _hard_inputs(num_rows: int, k: int, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [num_rows, k] and a weight [k, n], fp32, whose products spread widely; the second half of K nearly cancels."""
+    seed, half = 2 * (k * 1_000_003 + n), k // 2
+    x, weight = _hard_values(num_rows, k, seed, device), _hard_values(k, n, seed + 1, device)
+    noise = torch.rand(half, generator=torch.Generator(device).manual_seed(0), device=device)
+    x[:, half : 2 * half] = -x[:, :half] * (1 + 1e-3 * noise)
+    weight[half : 2 * half] = weight[:half]
+    return x, weight
+
+
+def _hard_values(rows: int, columns: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Normal values times powers of two from 2^-12 to 2^12."""
+    generator = torch.Generator(device).manual_seed(seed)
+    exponents = torch.randint(-12, 13, (rows, columns), generator=generator, device=device, dtype=torch.int32)
+    return torch.randn(rows, columns, generator=generator, device=device).ldexp_(exponents)

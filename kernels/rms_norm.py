@@ -1,16 +1,38 @@
-"""RMS norms, a row at a time, in fp32. Rounding follows transformers' NemotronH: weight times value, then one cast."""
+"""RMS norms, a row at a time, in fp32. Rounding follows transformers' NemotronH: weight times value, then one cast.
+
+On a GPU a row is one program, whose order of addition follows from the row's width: one binary a width and dtype, for
+a norm with and without the addition before it.
+"""
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
-from mambalign.kernels.activation import silu
+from mambalign.kernels.activation import silu_of
 
-PIECE = 256  # rows normed at a time, so that they stay in the processor's cache
+PIECE = 256  # rows normed at a time on a CPU, so that they stay in the processor's cache
+WORD_BYTES = 16  # widest load of a thread
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [T, D] over its root mean square, times weight [D] (fp32). Returns the dtype of x."""
+    """x [T, D] over its root mean square, times weight [D] (fp32). Returns the dtype of x. Rows may be apart."""
+    if x.is_cuda:
+        return rms_norm_on_gpu(x, None, weight, eps)[0]
     return F.rms_norm(x.float(), (x.shape[1],), weight, eps).to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual), the sum rounded to the dtype of x [T, D] before it is normed.
+
+    The bits are those of the two steps. residual: [T, D] of the dtype of x; neither is changed.
+    """
+    if x.is_cuda:
+        return rms_norm_on_gpu(x, residual, weight, eps)
+    total = x + residual
+    return rms_norm(total, weight, eps), total
 
 
 def rms_norm_gated(
@@ -20,11 +42,133 @@ def rms_norm_gated(
 
     x [T, D] fp32 (what a scan leaves); gate [T, D]; weight [D] fp32. Returns [T, D] in the dtype of gate.
     """
-    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    for start in range(0, x.shape[0], PIECE):
-        rows = slice(start, start + PIECE)
-        gated = silu(gate[rows].float()).mul_(x[rows])
-        groups = gated.view(gated.shape[0], -1, group_width)
-        scale = groups.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
-        torch.mul(groups.mul_(scale).view_as(gated), weight, out=out[rows])
+    if x.is_cuda:
+        return rms_norm_gated_on_gpu(x, gate, weight, eps, group_width)
+    if len(x) <= PIECE:
+        return _gated_piece(x, gate, weight, eps, group_width)
+    pieces = zip(x.split(PIECE), gate.split(PIECE), strict=True)
+    return torch.cat([_gated_piece(*piece, weight, eps, group_width) for piece in pieces])
+
+
+def _gated_piece(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, group_width: int
+) -> torch.Tensor:
+    """As few operations as it takes: at a few rows each costs its launch."""
+    gate32 = gate.float()
+    gated = torch.mul(gate32, x).div_(gate32.neg().exp_().add_(1.0))
+    groups = gated.view(-1, group_width)
+    groups.mul_(groups.square().mean(1, keepdim=True).add_(eps).rsqrt_())
+    return gated.mul_(weight).to(gate.dtype)
+
+
+@triton.jit(do_not_specialize=["x_stride", "residual_stride", "residual_width"])
+def rms_norm_kernel(
+    p_x,
+    p_residual,
+    p_weight,
+    p_out,
+    p_total,
+    x_stride,
+    residual_stride,
+    residual_width,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORD: tl.constexpr,
+):
+    """total = x + residual, rounded; out = weight * (total * rsqrt(mean(total^2) + eps)), rounded.
+
+    Grid: rows; a program owns one. Reads x, residual, weight; writes out, and total where there is a residual. fp32.
+    `residual_width` is D, or 0 without a residual: a run-time value, so that both cases are the same instructions.
+    WORD divides it and the strides.
+    """
+    i_row, o_d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    is_d, is_sum = o_d < D, o_d < residual_width // WORD * WORD
+    b_x = tl.load(p_x + i_row * (x_stride // WORD * WORD) + o_d, mask=is_d, other=0.0)
+    p_residual += i_row * (residual_stride // WORD * WORD) + o_d
+    b_residual = tl.load(p_residual, mask=is_sum, other=0.0)
+    b_total = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(p_total.dtype.element_ty)
+    b_total = tl.where(is_sum, b_total, b_x)
+    tl.store(p_total + i_row * D + o_d, b_total, mask=is_sum)
+    b_value = b_total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(b_value * b_value, axis=0) / D + eps)
+    b_out = tl.load(p_weight + o_d, mask=is_d, other=0.0) * (b_value * scale)
+    tl.store(p_out + i_row * D + o_d, b_out.to(p_out.dtype.element_ty), mask=is_d)
+
+
+def rms_norm_on_gpu(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed, x + residual), or (normed, normed) without a residual."""
+    num_rows, width = x.shape
+    out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    total = out if residual is None else torch.empty_like(out)
+    word = _word(x, width)
+    x = _aligned_rows(x, word)
+    other = x if residual is None else _aligned_rows(residual, word)
+    block = triton.next_power_of_2(width)
+    if num_rows:
+        rms_norm_kernel[(num_rows,)](
+            x, other, weight, out, total, x.stride(0), other.stride(0), 0 if residual is None else width, eps,
+            D=width, BLOCK=block, WORD=word, num_warps=min(8, max(1, block // 512)),
+        )  # fmt: skip
+    return out, total
+
+
+@triton.jit(do_not_specialize=["x_stride", "gate_stride"])
+def rms_norm_gated_kernel(
+    p_x,
+    p_gate,
+    p_weight,
+    p_out,
+    x_stride,
+    gate_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORD: tl.constexpr,
+):
+    """v = x * silu(gate); out = weight * (v * rsqrt(mean(v^2 of its group) + eps)), rounded to the dtype of gate.
+
+    Grid: (rows, groups); a program owns the WIDTH channels of one group of a row.
+    Reads x (fp32), gate, weight; writes out. fp32. WORD divides the strides.
+    """
+    i_row, i_group, o_d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    is_d, o_channel = o_d < WIDTH, i_group * WIDTH + o_d
+    b_x = tl.load(p_x + i_row * (x_stride // WORD * WORD) + o_channel, mask=is_d, other=0.0)
+    b_gate = tl.load(p_gate + i_row * (gate_stride // WORD * WORD) + o_channel, mask=is_d, other=0.0)
+    b_value = b_x * silu_of(b_gate.to(tl.float32))
+    scale = tl.rsqrt(tl.sum(b_value * b_value, axis=0) / WIDTH + eps)
+    b_out = tl.load(p_weight + o_channel, mask=is_d, other=0.0) * (b_value * scale)
+    p_out += i_row * (tl.num_programs(1) * WIDTH) + o_channel
+    tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=is_d)
+
+
+def rms_norm_gated_on_gpu(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, group_width: int
+) -> torch.Tensor:
+    """The kernel behind `rms_norm_gated`."""
+    num_rows, width = x.shape
+    out = torch.empty(num_rows, width, dtype=gate.dtype, device=x.device)
+    word = _word(gate, group_width)
+    x, gate = _aligned_rows(x, word), _aligned_rows(gate, word)
+    block = triton.next_power_of_2(group_width)
+    if num_rows:
+        rms_norm_gated_kernel[(num_rows, width // group_width)](
+            x, gate, weight, out, x.stride(0), gate.stride(0), eps,
+            WIDTH=group_width, BLOCK=block, WORD=word, num_warps=min(8, max(1, block // 256)),
+        )  # fmt: skip
     return out
+
+
+def _word(x: torch.Tensor, width: int) -> int:
+    """Elements of a thread's load: by dtype and width alone, since the order of addition follows from it."""
+    word = WORD_BYTES // x.element_size()
+    return word if width % word == 0 else 1
+
+
+def _aligned_rows(x: torch.Tensor, word: int) -> torch.Tensor:
+    """x, or a copy where its rows do not begin on the boundary that the kernel was compiled for."""
+    if x.stride(1) == 1 and x.stride(0) % word == 0 and x.data_ptr() % WORD_BYTES == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

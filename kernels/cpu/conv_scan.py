@@ -13,18 +13,21 @@ from functools import cache
 
 import numpy as np
 import torch
-from numba import njit
+from numba import carray, njit
 
 from mambalign.kernels.activation import SOFTPLUS_LINEAR_ABOVE
-from mambalign.kernels.cpu.vector_rows import LANES, ROWS, scan_four_rows
+from mambalign.kernels.cpu.vector_rows import LANES, ROWS, as_pointer, scan_four_rows
 from mambalign.kernels.rows import MambaRows
 
 SHARED_ABOVE = 1 << 21  # state elements to update (one takes 0.1 ns) from which threads share a call
 CHANNEL_COST = 64  # a channel of the conv takes as long as this many state elements
 
 LINEAR_ABOVE = np.float32(SOFTPLUS_LINEAR_ABOVE)
-F32, I32, I64 = "float32[::1]", "int32[::1]", "int64"
-ROW_TYPES = ", ".join([I32] * 7)  # the fields of `_row_arrays`
+
+
+def ints(count: int) -> str:
+    """Of a compiled signature. Tensors come as addresses: 0.1 us each, a numpy view of a view takes 4."""
+    return ", ".join(["int64"] * count)
 
 
 def causal_conv1d(
@@ -37,12 +40,10 @@ def causal_conv1d(
 ) -> torch.Tensor:
     """As `causal_conv1d_varlen`, all tensors in fp32."""
     num_tokens, dim = x.shape
-    y = torch.empty(num_tokens, dim)
-    if num_tokens == 0:
-        return y
     bias = torch.zeros(dim) if bias is None else bias
-    arguments = (_flat(x), x.stride(0), conv_state.numpy(), layout == "SD", weight.numpy(), bias.numpy(), y.numpy())
-    arguments += _row_arrays(rows)
+    y, slots_first = torch.empty(num_tokens, dim), layout == "SD"
+    arguments = (_address(x), x.stride(0), _address(conv_state), *conv_state.shape, slots_first)
+    arguments += (_address(weight), weight.shape[0], _address(bias), _address(y), num_tokens, *_row_addresses(rows))
     _share(lambda first, last: _conv(*arguments, first, last), dim, num_tokens * dim * CHANNEL_COST, LANES)
     return y
 
@@ -64,26 +65,34 @@ def mamba2_scan(
     num_tokens, num_heads, head_dim = x.shape
     num_groups, d_state = B.shape[1:]
     y = torch.empty(num_tokens, num_heads, head_dim)
-    if num_tokens == 0:
-        return y
-    arguments = (_flat(x), x.stride(0), _flat(dt_raw), dt_raw.stride(0))
-    arguments += (_flat(B), B.stride(0), _flat(C), C.stride(0), _flat(A), _flat(D), _flat(dt_bias), dt_min)
-    arguments += (_flat(temporal_state), y.numpy(), d_state, num_groups, *_row_arrays(rows))
+    arguments = (_address(x), x.stride(0), _address(dt_raw), dt_raw.stride(0))
+    arguments += (
+        _address(B),
+        B.stride(0),
+        _address(C),
+        C.stride(0),
+        _address(A),
+        _address(D),
+        _address(dt_bias),
+        dt_min,
+    )
+    arguments += (_address(temporal_state), len(temporal_state), _address(y), num_tokens)
+    arguments += (num_heads, head_dim, num_groups, d_state, *_row_addresses(rows))
     _share(lambda first, last: _scan(*arguments, first, last), num_heads, y.numel() * d_state)
     return y
 
 
-def _flat(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's memory from its first element to its last; only the first stride may skip elements."""
-    width = tensor[0].numel()
-    assert tensor[0].is_contiguous(), f"strides {tensor.stride()} of shape {tuple(tensor.shape)}"
-    return tensor.as_strided(((tensor.shape[0] - 1) * tensor.stride(0) + width,), (1,)).numpy()
+def _address(tensor: torch.Tensor) -> int:
+    """Of its first element; all but the first dimension are dense."""
+    shape, strides = tensor.shape, tensor.stride()
+    assert strides[-1] == 1 and (len(shape) < 3 or shape[1] == 1 or strides[1] >= shape[2]), strides
+    return tensor.data_ptr()
 
 
-def _row_arrays(rows: MambaRows) -> tuple[np.ndarray, ...]:
+def _row_addresses(rows: MambaRows) -> tuple[int, ...]:
     fields = (rows.query_start, rows.query_len, rows.conv_block, rows.conv_offset)
     fields += (rows.temporal_block, rows.is_decode, rows.state_block)
-    return tuple(field.numpy() for field in fields)
+    return (*(field.data_ptr() for field in fields), len(rows.query_start))
 
 
 def _share(run: Callable[[int, int], None], width: int, work: int, unit: int = 1) -> None:
@@ -103,6 +112,16 @@ def _threads() -> ThreadPoolExecutor:
 
 
 @njit(inline="always")
+def floats_at(address, shape):
+    return carray(as_pointer(address), shape, np.float32)
+
+
+@njit(inline="always")
+def ints_at(address, shape):
+    return carray(as_pointer(address), shape, np.int32)
+
+
+@njit(inline="always")
 def _exp(x):
     """exp(x) in fp32 within 1 ulp, in operations that vectorise (Cephes' expf); least value 1.2e-38."""
     x = min(max(x, np.float32(-87.33654)), np.float32(88.37626))
@@ -119,7 +138,7 @@ def _exp(x):
     return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@njit(f"void({F32}, {F32})", cache=True, nogil=True)
+@njit("void(float32[::1], float32[::1])", cache=True, nogil=True, error_model="numpy")
 def _silu(x, out):
     for i in range(x.shape[0]):
         out[i] = x[i] / (np.float32(1.0) + _exp(-x[i]))
@@ -155,21 +174,23 @@ def _leave(conv_state, slots_first, block, first, old, inputs, stride, oldest, c
             _copy(conv_state[block, first:last, slot], values)
 
 
-@njit(
-    f"void({F32}, {I64}, float32[:, :, ::1], boolean, float32[:, ::1], {F32}, float32[:, ::1], "
-    f"{ROW_TYPES}, {I64}, {I64})",
-    cache=True,
-    nogil=True,
-)
+@njit(f"void({ints(6)}, boolean, {ints(15)})", cache=True, nogil=True)
 def _conv(
-    x, stride, conv_state, slots_first, weight, bias, y,
-    query_start, query_len, conv_block, conv_offset, temporal_block, is_decode, state_block, first, last,
+    x, stride, conv_state, num_blocks, length, width, slots_first, weight, conv_width, bias, y, num_tokens,
+    query_start, query_len, conv_block, conv_offset, temporal_block, is_decode, state_block, num_rows, first, last,
 ):  # fmt: skip
     """Channels first .. last of all rows. A row's window is read before anything of the row is written."""
-    conv_width = weight.shape[0]
+    dim = width if slots_first else length
+    x, bias = floats_at(x, num_tokens * stride), floats_at(bias, dim)
+    conv_state = floats_at(conv_state, (num_blocks, length, width))
+    weight, y = floats_at(weight, (conv_width, dim)), floats_at(y, (num_tokens, dim))
+    query_start, query_len = ints_at(query_start, num_rows), ints_at(query_len, num_rows)
+    conv_block, conv_offset = ints_at(conv_block, num_rows), ints_at(conv_offset, num_rows)
+    temporal_block, is_decode = ints_at(temporal_block, num_rows), ints_at(is_decode, num_rows)
+    state_block = ints_at(state_block, num_tokens)
     window = conv_width - 1
     old, sums = np.empty((window, last - first), np.float32), np.empty(last - first, np.float32)
-    for row in range(query_start.shape[0]):
+    for row in range(num_rows):
         start, num_inputs, block = np.int64(query_start[row]), np.int64(query_len[row]), np.int64(conv_block[row])
         if num_inputs == 0:
             continue
@@ -216,26 +237,28 @@ def _leave_state(state, memory, place, head_dim, d_state):
             _copy(memory[place + p * d_state : place + (p + 1) * d_state], state[p, :d_state])
 
 
-@njit(
-    f"void({F32}, {I64}, {F32}, {I64}, {F32}, {I64}, {F32}, {I64}, {F32}, {F32}, {F32}, float32, {F32}, "
-    f"float32[:, :, ::1], {I64}, {I64}, {ROW_TYPES}, {I64}, {I64})",
-    cache=True,
-    nogil=True,
-)
+@njit(f"void({ints(11)}, float32, {ints(18)})", cache=True, nogil=True)
 def _scan(
-    x, x_stride, dt_raw, dt_stride, B, B_stride, C, C_stride, A, D, dt_bias, dt_min,
-    temporal_state, y, d_state, num_groups,
-    query_start, query_len, conv_block, conv_offset, temporal_block, is_decode, state_block, first_head, last_head,
+    x, x_stride, dt_raw, dt_stride, B, B_stride, C, C_stride, A, D, dt_bias, dt_min, temporal_state, num_blocks, y,
+    num_tokens, num_heads, head_dim, num_groups, d_state,
+    query_start, query_len, conv_block, conv_offset, temporal_block, is_decode, state_block, num_rows,
+    first_head, last_head,
 ):  # fmt: skip
     """Heads first .. last of all rows. Buffers are whole vectors wide; what is past the end of one stays zero."""
-    _, num_heads, head_dim = y.shape
+    x, dt_raw = floats_at(x, num_tokens * x_stride), floats_at(dt_raw, num_tokens * dt_stride)
+    B, C = floats_at(B, num_tokens * B_stride), floats_at(C, num_tokens * C_stride)
+    A, D, dt_bias = floats_at(A, num_heads), floats_at(D, num_heads), floats_at(dt_bias, num_heads)
+    size = head_dim * d_state
+    temporal_state = floats_at(temporal_state, num_blocks * num_heads * size)
+    y = floats_at(y, (num_tokens, num_heads, head_dim))
+    query_start, query_len = ints_at(query_start, num_rows), ints_at(query_len, num_rows)
+    temporal_block, state_block = ints_at(temporal_block, num_rows), ints_at(state_block, num_tokens)
     num_chunks, num_quads = -(-d_state // LANES), -(-head_dim // ROWS)
     state = np.zeros((num_quads * ROWS, num_chunks * LANES), np.float32)
     flat_state = state.reshape(-1)
     b_B, b_C = np.zeros(num_chunks * LANES, np.float32), np.zeros(num_chunks * LANES, np.float32)
     b_x, b_y = np.zeros(num_quads * ROWS, np.float32), np.zeros(num_quads * ROWS, np.float32)
-    size = head_dim * d_state
-    for row in range(query_start.shape[0]):
+    for row in range(num_rows):
         start, stop = np.int64(query_start[row]), np.int64(query_start[row]) + np.int64(query_len[row])
         if start == stop:
             continue

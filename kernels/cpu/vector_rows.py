@@ -15,6 +15,13 @@ FLOAT = ir.FloatType()
 
 
 @intrinsic
+def as_pointer(typing, address):
+    return types.voidptr(types.int64), lambda _c, builder, _s, arguments: builder.inttoptr(
+        arguments[0], cgutils.voidptr_t
+    )
+
+
+@intrinsic
 def scan_four_rows(typing, state, B, C, x, y, first_row, num_chunks, decay, dt, D):
     """Per row p of the four: h = decay * h + (dt * x) * B, in place; y[p] = sum(h * C) + D * x[p].
 

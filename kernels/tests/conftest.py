@@ -13,11 +13,15 @@ import torch
 
 INTERPRET = "TRITON_INTERPRET"
 KERNEL_MODULES = (
+    "activation",
     "batch_memcpy",
+    "linear_triton",
     "mamba_state_copy",
     "postprocess_mamba",
     "precopy_mamba_align",
     "preprocess_mamba_align",
+    "rms_norm",
+    "sampling",
 )
 
 IMPORTED_TOO_EARLY = "triton" in sys.modules and os.environ.get(INTERPRET) != "1"

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mambalign.kernels.activation import relu2, silu, softplus
+from mambalign.kernels.activation import activation_on_gpu, relu2, silu, softplus
 from mambalign.kernels.tolerances import tolerance
 
 # What the kernels' references use where a token's place in its tensor changes with the batch.
@@ -47,3 +47,14 @@ def test_values(dtype: torch.dtype) -> None:
     torch.testing.assert_close(relu2(x), F.relu(x64).square().to(dtype), **tolerance("kernel", dtype))
     assert silu(x).dtype == relu2(x).dtype == dtype
     assert softplus(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel(dtype: torch.dtype, device: str) -> None:
+    x = torch.cat([wide(2100), torch.tensor([-1e4, -0.0, 0.0, 1e4])]).to(dtype)
+    on_device = x.to(device)
+    got = activation_on_gpu(on_device, relu2=False)
+    torch.testing.assert_close(got.cpu(), silu(x), **tolerance("kernel", dtype))
+    assert torch.equal(activation_on_gpu(on_device[7:1200], relu2=False), got[7:1200])
+    torch.testing.assert_close(activation_on_gpu(on_device, relu2=True).cpu(), relu2(x), **tolerance("kernel", dtype))
+    assert activation_on_gpu(on_device.view(2, -1).t(), relu2=True).shape == (1052, 2)

@@ -4,12 +4,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mambalign.kernels.rms_norm import PIECE, rms_norm, rms_norm_gated
+from mambalign.kernels.rms_norm import (
+    PIECE,
+    add_rms_norm,
+    rms_norm,
+    rms_norm_gated,
+    rms_norm_gated_on_gpu,
+    rms_norm_on_gpu,
+)
 from mambalign.kernels.tolerances import tolerance
 
 EPS = 1e-5
 WIDTHS = [1, 7, 63, 256, 600]
 DTYPES = [torch.float32, torch.bfloat16]
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter does not round to bfloat16
 
 
 def rows(num_rows: int, width: int, seed: int) -> torch.Tensor:
@@ -43,3 +51,45 @@ def test_rms_norm_gated(num_groups: int, width: int, dtype: torch.dtype) -> None
     for first, count in ((0, 1), (3, 2), (7, 63), (40, PIECE), (num_rows - 1, 1)):
         part = slice(first, first + count)
         assert torch.equal(rms_norm_gated(x[part], gate[part], weight, EPS, width // num_groups), whole[part])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_rms_norm_gives_the_bits_of_its_two_steps(dtype: torch.dtype) -> None:
+    x, residual, weight = rows(9, 63, 0).to(dtype), rows(9, 63, 1).to(dtype), rows(1, 63, 2)[0]
+    normed, total = add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, rms_norm(x + residual, weight, EPS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_kernel_of_rms_norm(width: int, dtype: torch.dtype, device: str) -> None:
+    x, residual, weight = rows(12, width, 0).to(dtype), rows(12, width, 1).to(dtype), rows(1, width, 2)[0]
+    wide = torch.cat([x, residual, rows(12, 5, 3).to(dtype)], dim=1).to(device)  # views whose rows are apart
+    x_view, residual_view = wide[:, :width], wide[:, width : 2 * width]
+    total, want = x + residual, rms_norm(x + residual, weight, EPS)
+    x, residual, total, weight = x.to(device), residual.to(device), total.to(device), weight.to(device)
+    normed, summed = rms_norm_on_gpu(x, residual, weight, EPS)
+    assert torch.equal(summed, total)
+    torch.testing.assert_close(normed.cpu(), want, **tolerance("kernel", DTYPES[dtype == HALF]))
+    assert torch.equal(rms_norm_on_gpu(total, None, weight, EPS)[0], normed)
+    assert all(map(torch.equal, rms_norm_on_gpu(x_view, residual_view, weight, EPS), (normed, total)))
+    for first, count in ((0, 1), (5, 7), (11, 1)):
+        part = slice(first, first + count)
+        assert torch.equal(rms_norm_on_gpu(x[part], residual[part], weight, EPS)[0], normed[part])
+    assert rms_norm_on_gpu(x[:0], None, weight, EPS)[0].shape == (0, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_groups", "width"), [(1, 63), (2, 512), (3, 60)])
+def test_the_kernel_of_rms_norm_gated(num_groups: int, width: int, dtype: torch.dtype, device: str) -> None:
+    x, weight = rows(12, width, 0), rows(1, width, 1)[0]
+    wide = torch.cat([rows(12, width, 2), rows(12, 8, 3)], dim=1).to(dtype)
+    want = rms_norm_gated(x, wide[:, :width], weight, EPS, width // num_groups)
+    x, weight, gate = x.to(device), weight.to(device), wide.to(device)[:, :width]
+    whole = rms_norm_gated_on_gpu(x, gate, weight, EPS, width // num_groups)
+    torch.testing.assert_close(whole.cpu(), want, **tolerance("kernel", dtype))
+    assert torch.equal(rms_norm_gated_on_gpu(x, gate.contiguous(), weight, EPS, width // num_groups), whole)
+    for first, count in ((0, 1), (5, 7), (11, 1)):
+        part = slice(first, first + count)
+        assert torch.equal(rms_norm_gated_on_gpu(x[part], gate[part], weight, EPS, width // num_groups), whole[part])

@@ -1,0 +1,122 @@
+"""Greedy verification of drafts on the device: the best token of every position, and how many drafts equal it.
+
+Nothing here adds floating-point numbers, so nothing depends on order; ties go to the lowest id.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+SPLIT = 8192  # columns of a program of the first stage
+BLOCK = 2048  # columns that it looks at together
+NO_ID: tl.constexpr = tl.constexpr(2**31 - 1)
+
+
+@triton.jit(do_not_specialize=["V", "num_splits"])
+def argmax_split_kernel(
+    p_logits, p_value, p_index, V, num_splits, WORD: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """value, index[row, split] = the largest of logits[row, split * SPLIT ...] and the lowest column that holds it.
+
+    Grid: (rows, splits); a program owns SPLIT columns of a row. Reads logits, writes one value and one column.
+    fp32; a NaN counts as -inf. WORD divides V.
+    """
+    V = V // WORD * WORD
+    i_row, i_split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_column = i_split * SPLIT + tl.arange(0, BLOCK)
+    b_best, b_index = tl.full((BLOCK,), float("-inf"), tl.float32), o_column
+    for first in range(0, SPLIT, BLOCK):
+        b_logit = tl.load(p_logits + i_row * V + first + o_column, mask=first + o_column < V, other=float("-inf"))
+        is_better = b_logit > b_best
+        b_best, b_index = tl.where(is_better, b_logit, b_best), tl.where(is_better, first + o_column, b_index)
+    best = tl.max(b_best, axis=0)
+    tl.store(p_value + i_row * num_splits + i_split, best)
+    tl.store(p_index + i_row * num_splits + i_split, tl.min(tl.where(b_best == best, b_index, NO_ID), axis=0))
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def argmax_merge_kernel(p_value, p_index, p_out, num_splits, BLOCK: tl.constexpr):
+    """out[row] = index of the largest value of its splits, the lowest of several. Grid: rows. Writes int64."""
+    i_row, o_split = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    b_value = tl.load(p_value + i_row * num_splits + o_split, mask=o_split < num_splits, other=float("-inf"))
+    b_index = tl.load(p_index + i_row * num_splits + o_split, mask=o_split < num_splits, other=NO_ID)
+    best = tl.max(b_value, axis=0)
+    tl.store(p_out + i_row, tl.min(tl.where(b_value == best, b_index, NO_ID), axis=0).to(tl.int64))
+
+
+@triton.jit
+def accept_drafts_kernel(p_target, p_draft, p_query_len, p_kept, NUM_DRAFTS: tl.constexpr, BLOCK: tl.constexpr):
+    """kept = min(1 + length of the prefix of drafts that equal their targets, query_len). Grid: rows. Writes int32."""
+    i_row, o_draft = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    is_draft = o_draft < NUM_DRAFTS
+    b_target = tl.load(p_target + i_row * (NUM_DRAFTS + 1) + o_draft, mask=is_draft, other=-1)
+    b_draft = tl.load(p_draft + i_row * NUM_DRAFTS + o_draft, mask=is_draft, other=-2)
+    num_equal = tl.min(tl.where(b_target == b_draft, BLOCK, o_draft), axis=0)
+    num_equal = tl.minimum(num_equal, NUM_DRAFTS)
+    tl.store(p_kept + i_row, tl.minimum(1 + num_equal, tl.load(p_query_len + i_row)))
+
+
+def argmax_rows_reference(logits: torch.Tensor) -> torch.Tensor:
+    """Column of the largest of each row of logits [N, V] fp32, the lowest of several, as int64 [N]. NaN is -inf."""
+    logits = torch.where(logits.isnan(), float("-inf"), logits)
+    is_best = logits == logits.max(dim=1, keepdim=True).values
+    columns = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
+    return torch.where(is_best, columns, logits.shape[1]).min(dim=1).values
+
+
+def accept_drafts_reference(target: torch.Tensor, drafts: torch.Tensor, query_len: torch.Tensor) -> torch.Tensor:
+    """How many tokens of each row are kept: the target's own, once for each draft before it that it confirms.
+
+    target: int64 [R, S + 1], the target's token after each of a row's queries. drafts: int64 [R, S], the row's second
+    query and on. query_len: int32 [R]; 0 is a row of padding. Returns int32 [R]: 1 + the length of the prefix of
+    drafts that equal their targets, at most query_len.
+    """
+    kept = [
+        min(query_len_, 1 + next((i for i, draft in enumerate(drafts_) if draft != target_[i]), len(drafts_)))
+        for target_, drafts_, query_len_ in zip(target.tolist(), drafts.tolist(), query_len.tolist(), strict=True)
+    ]
+    return torch.tensor(kept, dtype=torch.int32, device=target.device)
+
+
+def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
+    """`argmax_rows_reference`, on the device: two launches, no synchronisation. logits: contiguous."""
+    if not logits.is_cuda:
+        return argmax_rows_reference(logits)
+    return argmax_rows_on_gpu(logits)
+
+
+def argmax_rows_on_gpu(logits: torch.Tensor, split: int = SPLIT, block: int = BLOCK) -> torch.Tensor:
+    """The kernels behind `argmax_rows`. Raises ValueError for logits that are not fp32 and contiguous."""
+    num_rows, num_columns = logits.shape
+    if logits.dtype != torch.float32 or not logits.is_contiguous() or num_columns == 0:
+        raise ValueError(f"argmax_rows takes contiguous fp32 rows, got {logits.dtype}, strides {logits.stride()}")
+    num_splits = triton.cdiv(num_columns, split)
+    value = logits.new_empty(num_rows, num_splits)
+    index = torch.empty(num_rows, num_splits, dtype=torch.int32, device=logits.device)
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows:
+        word = 1 if num_columns % 4 else 4
+        argmax_split_kernel[(num_rows, num_splits)](logits, value, index, num_columns, num_splits, word, split, block)
+        argmax_merge_kernel[(num_rows,)](value, index, out, num_splits, triton.next_power_of_2(num_splits), num_warps=1)
+    return out
+
+
+def accept_drafts(target: torch.Tensor, drafts: torch.Tensor, query_len: torch.Tensor) -> torch.Tensor:
+    """`accept_drafts_reference`, on the device: one launch, no synchronisation. All contiguous."""
+    if not target.is_cuda:
+        return accept_drafts_reference(target, drafts, query_len)
+    return accept_drafts_on_gpu(target, drafts, query_len)
+
+
+def accept_drafts_on_gpu(target: torch.Tensor, drafts: torch.Tensor, query_len: torch.Tensor) -> torch.Tensor:
+    """The kernel behind `accept_drafts`. Raises ValueError for shapes or strides that do not fit."""
+    num_rows, num_drafts = drafts.shape
+    if target.shape != (num_rows, num_drafts + 1) or query_len.shape != (num_rows,):
+        raise ValueError(f"accept_drafts: {target.shape} targets, {drafts.shape} drafts, {query_len.shape} lengths")
+    if not (target.is_contiguous() and drafts.is_contiguous() and query_len.is_contiguous()):
+        raise ValueError("accept_drafts takes contiguous tensors")
+    kept = torch.empty(num_rows, dtype=torch.int32, device=target.device)
+    if num_rows:
+        block = triton.next_power_of_2(num_drafts + 1)
+        accept_drafts_kernel[(num_rows,)](target, drafts, query_len, kept, num_drafts, block, num_warps=1)
+    return kept

@@ -1,0 +1,122 @@
+"""Compiles the linear, norm, activation and sampling kernels for an H100 or H200, on any machine; prints JSON.
+
+Sizes of an 8B Nemotron-H in bf16 and of the small fp32 model. A process of its own: a kernel that the interpreter runs
+cannot be compiled.
+"""
+
+import json
+import re
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mambalign.kernels import activation, rms_norm, sampling
+from mambalign.kernels.linear_triton import GROUP_M, WORD_BYTES, linear_kernel, segments_of, tiles_for
+
+TARGET = GPUTarget("cuda", 90, 32)
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def compile_kernel(kernel, types: dict[str, str], constants: dict, **options: int):
+    """`types` by argument, pointers on a 16-byte boundary; what is in neither is a run-time int32."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*"}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs=aligned,
+    )
+    return triton.compile(source, target=TARGET, options=options)
+
+
+def compile_linear(num_rows: int, k: int, n: int, dtype: torch.dtype, out_dtype=None, relu2=False, bias=False):
+    tiles, (num_segments, length) = tiles_for(num_rows, k, n, dtype), segments_of(k, n)
+    split, word = tiles.split and num_segments > 1, WORD_BYTES // dtype.itemsize
+    name, out = f"*{NAMES[dtype]}", f"*{NAMES[out_dtype or dtype]}"
+    types = dict.fromkeys(("p_x", "p_weight", "p_bias"), name) | {"p_out": out}
+    types |= {"p_partial": "*fp32" if split else out, "p_counter": "*i32" if split else out}
+    constants = {
+        "SEGMENTS": num_segments,
+        "SPLIT": split,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "GROUP_M": GROUP_M,
+        "X_WORD": word if k % word == 0 else 1,
+        "W_WORD": word if n % word == 0 else 1,
+        "EVEN_K": k % length == 0 and length % tiles.block_k == 0,
+        "EVEN_N": n % tiles.block_n == 0,
+        "STREAM": num_rows <= tiles.block_m,
+        "HAS_BIAS": bias,
+        "RELU2": relu2,
+    }
+    return compile_kernel(linear_kernel, types, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+
+
+def compile_norm(width: int, dtype: torch.dtype):
+    block, name = triton.next_power_of_2(width), f"*{NAMES[dtype]}"
+    types = dict.fromkeys(("p_x", "p_residual", "p_out", "p_total"), name) | {"p_weight": "*fp32", "eps": "fp32"}
+    constants = {"D": width, "BLOCK": block, "WORD": WORD_BYTES // dtype.itemsize}
+    return compile_kernel(rms_norm.rms_norm_kernel, types, constants, num_warps=min(8, max(1, block // 512)))
+
+
+def compile_gated(width: int, dtype: torch.dtype):
+    block, name = triton.next_power_of_2(width), f"*{NAMES[dtype]}"
+    types = {"p_x": "*fp32", "p_gate": name, "p_out": name, "p_weight": "*fp32", "eps": "fp32"}
+    constants = {"WIDTH": width, "BLOCK": block, "WORD": WORD_BYTES // dtype.itemsize}
+    return compile_kernel(rms_norm.rms_norm_gated_kernel, types, constants, num_warps=min(8, max(1, block // 256)))
+
+
+def compile_sampling(which: str):
+    if which == "argmax":
+        types = {"p_logits": "*fp32", "p_value": "*fp32", "p_index": "*i32"}
+        constants = {"WORD": 4, "SPLIT": sampling.SPLIT, "BLOCK": sampling.BLOCK}
+        return compile_kernel(sampling.argmax_split_kernel, types, constants)
+    if which == "merge":
+        types = {"p_value": "*fp32", "p_index": "*i32", "p_out": "*i64"}
+        return compile_kernel(sampling.argmax_merge_kernel, types, {"BLOCK": 16}, num_warps=1)
+    types = {"p_target": "*i64", "p_draft": "*i64", "p_query_len": "*i32", "p_kept": "*i32"}
+    return compile_kernel(sampling.accept_drafts_kernel, types, {"NUM_DRAFTS": 3, "BLOCK": 4}, num_warps=1)
+
+
+def compile_activation(relu2: bool):
+    types = {"p_x": "*bf16", "p_out": "*bf16"}
+    return compile_kernel(activation.activation_kernel, types, {"RELU2": relu2, "BLOCK": activation.BLOCK})
+
+
+def main() -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    cases = {f"linear {m} in_proj": (compile_linear, m, 4096, 18560, bf16) for m in (1, 32, 64, 128, 512, 8192)}
+    cases |= {f"linear {m} down": (compile_linear, m, 21504, 4096, bf16) for m in (1, 32, 64, 128, 512, 8192)}
+    cases |= {f"linear {m} head": (compile_linear, m, 4096, 131072, bf16, fp32) for m in (1, 512)}
+    cases |= {"linear up": (compile_linear, 512, 4096, 21504, bf16, None, True, True)}
+    cases |= {f"linear {m} small": (compile_linear, m, 256, 1288, fp32) for m in (1, 100)}
+    cases |= {"linear odd": (compile_linear, 1, 37, 53, bf16)}
+    cases |= {"norm": (compile_norm, 4096, bf16), "norm small": (compile_norm, 256, fp32)}
+    cases |= {"gated": (compile_gated, 1024, bf16), "gated small": (compile_gated, 256, fp32)}
+    cases |= {which: (compile_sampling, which) for which in ("argmax", "merge", "accept")}
+    cases |= {f"activation {relu2}": (compile_activation, relu2) for relu2 in (False, True)}
+    kernels, failed = {}, {}
+    for name, (function, *arguments) in cases.items():
+        try:
+            compiled = function(*arguments)
+        except Exception as error:  # any: the report names it
+            failed[name] = repr(error)[:500]
+            continue
+        ptx = compiled.asm["ptx"]
+        kernels[name] = {
+            "shared": compiled.metadata.shared,
+            "wgmma": len(re.findall("wgmma.mma_async", ptx)),
+            "mma": len(re.findall(r"mma\.sync", ptx)),
+            "wide_loads": len(re.findall(r"ld\.global[.\w:]*\.v4|cp\.async\.cg[^;]*0x10", ptx)),
+            "narrow_copies": len(re.findall(r"cp\.async\.ca", ptx)),
+        }
+    print(json.dumps({"kernels": kernels, "failed": failed}))
+
+
+if __name__ == "__main__":
+    main()
