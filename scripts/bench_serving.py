@@ -1,10 +1,16 @@
-"""Tokens a second of the engine, beside transformers' `generate` on the same folder and the same machine.
+"""What the engine serves on this machine. Two forms; each prints the ceiling first and ends in one JSON line.
 
+With `--figures`: decode, prefill, time to first token, start, memory and a multi-turn trace, each beside its own
+ceiling (`serving_figures.py`, `step_model.py`). A CPU runs them with small numbers. On a GPU, the benchmark:
+
+    bench_serving.py scripts/bench_models/nemotron-h-8b-like --load-format dummy --spec-acceptance 2.4 \\
+        --concurrency 1 8 32 64 --figures decode,prefill,ttft,memory --plain
+
+Without: tokens a second of the engine beside transformers' `generate` on the same folder, in fp32 on the CPU.
 Each engine runs in a process of its own, so that none inherits another's memory or threads. Prompts are
 source text of the standard library, `--prompt-tokens` long, all different; every request generates
 `--output-tokens` greedily. Cold: prompts the engine has not seen. Warm: the same ones again. A rate is output
-tokens over the seconds of the whole call, prompts included. Prints the ceiling first, then median and spread
-over the runs, then one JSON line.
+tokens over the seconds of the whole call, prompts included; median and spread over the runs.
 """
 
 import argparse
@@ -13,6 +19,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,21 +29,60 @@ from typing import Any
 Rates = dict[str, list[float]]  # "cold"/"warm" -> output tokens a second, one per run
 
 
+FIGURES = ("start", "decode", "prefill", "ttft", "memory", "trace")
+PEAK_TFLOPS = 790.0  # bf16 matmuls of random data on an H200
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="checkpoint folder or hub id (default: the model that ships)")
+    parser.add_argument("model", nargs="?", help="checkpoint folder or hub id (default: the model that ships)")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8], help="requests at a time")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--prompt-tokens", type=int, help="default: 512, and 1024 for figures on a GPU")
+    parser.add_argument("--output-tokens", type=int, help="default: 128, and 256 for figures on a GPU")
     parser.add_argument("--spec-tokens", type=int, nargs="+", default=[3], help="several: one engine each")
     parser.add_argument("--runs", type=int, default=3, help="measured, after one that is not")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads of every process")
     parser.add_argument("--compare-transformers", action="store_true", help="run transformers' generate too")
+    figures = parser.add_argument_group("figures")
+    figures.add_argument("--figures", help=f"comma-separated, of {','.join(FIGURES)}")
+    figures.add_argument("--plain", action="store_true", help="one more engine, without drafts and without cache")
+    figures.add_argument("--only-plain", action="store_true", help="that engine alone")
+    figures.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="dummy: random weights")
+    figures.add_argument("--spec-acceptance", type=float, help="mean of tokens kept a step, whatever they are")
+    figures.add_argument("--prefill-tokens", type=int, help="default: 8192 on a GPU, else 1024")
+    figures.add_argument("--ttft-tokens", type=int, help="default: 4096 on a GPU, else 512")
+    figures.add_argument("--users", type=int, help="of the trace (default: 32 on a GPU, else 4)")
+    figures.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    figures.add_argument("--engine", action="append", default=[], metavar="OPTION=VALUE", help="any other option")
+    figures.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS, help="the ceiling's matmul rate on a GPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # what this process measures: one step of the parent
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # JSON: what the parent tells that step
     args = parser.parse_args()
     if args.runs < 3:
         parser.error(f"--runs must be at least 3, got {args.runs}")
+    unknown = set(args.figures.split(",")) - {*FIGURES} if args.figures else set()
+    if unknown:
+        parser.error(f"--figures: no {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
+    on_gpu = bool(args.figures) and has_cuda()
+    for name, small, large in SIZES:
+        if getattr(args, name) is None:
+            setattr(args, name, large if on_gpu else small)
     return args
+
+
+SIZES = (  # option, on a CPU, for figures on a GPU
+    ("prompt_tokens", 512, 1024),
+    ("output_tokens", 128, 256),
+    ("prefill_tokens", 1024, 8192),
+    ("ttft_tokens", 512, 4096),
+    ("users", 4, 32),
+)
+
+
+def has_cuda() -> bool:
+    import torch  # only here: the parent of a comparison needs none
+
+    return torch.cuda.is_available()
 
 
 def make_prompts(encode: Callable[[str], list[int]], num_prompts: int, num_tokens: int) -> list[list[int]]:
@@ -125,12 +171,9 @@ def measure_transformers(args: argparse.Namespace) -> dict[str, Any]:
     return {"by_concurrency": measure(args, prompts, generate, warm=False)}
 
 
-def measure_ceiling(args: argparse.Namespace) -> dict[str, Any]:
-    """What the machine could do: fp32 GEMM rate, memory bandwidth, and the tokens a second they allow."""
+def measure_rates() -> dict[str, float]:
+    """What this CPU could do: fp32 GEMM rate and copy bandwidth."""
     import torch
-    from safetensors import safe_open
-
-    from mambalign.engine.checkpoint import locate
 
     def best_seconds(work: Callable[[], Any]) -> float:
         times = []
@@ -143,6 +186,19 @@ def measure_ceiling(args: argparse.Namespace) -> dict[str, Any]:
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
     source = torch.randn(2**25)  # 128 MiB: beyond the caches
     target = torch.empty_like(source)
+    return {
+        "gemm_gflops": 2 * 1024**3 / best_seconds(lambda: torch.mm(a, b)) / 1e9,
+        "copy_gb_per_s": 2 * source.numel() * 4 / best_seconds(lambda: target.copy_(source)) / 1e9,
+    }
+
+
+def measure_ceiling(args: argparse.Namespace) -> dict[str, Any]:
+    """What the machine could do, and the tokens a second it allows."""
+    import torch
+    from safetensors import safe_open
+
+    from mambalign.engine.checkpoint import locate
+
     num_params = 0  # that a token passes: without drafter, and the embedding is looked up (but may be the head)
     for file in locate(args.model).glob("*.safetensors"):
         with safe_open(file, "pt") as weights:
@@ -151,32 +207,153 @@ def measure_ceiling(args: argparse.Namespace) -> dict[str, Any]:
             for name in names:
                 if skipped is None or skipped not in name:
                     num_params += torch.Size(weights.get_slice(name).get_shape()).numel()
-    gemm = 2 * 1024**3 / best_seconds(lambda: torch.mm(a, b))
+    rates = measure_rates()
     # A prompt token and an output token each pass every weight once; attention and scan are left out.
     tokens_per_output = 1 + args.prompt_tokens / args.output_tokens
-    return {
-        "gemm_gflops": gemm / 1e9,
-        "copy_gb_per_s": 2 * source.numel() * 4 / best_seconds(lambda: target.copy_(source)) / 1e9,
+    return rates | {
         "num_params": num_params,
-        "output_tokens_per_s": gemm / (2 * num_params * tokens_per_output),
+        "output_tokens_per_s": rates["gemm_gflops"] * 1e9 / (2 * num_params * tokens_per_output),
     }
 
 
-CHILDREN = {"ceiling": measure_ceiling, "mambalign": measure_mambalign, "transformers": measure_transformers}
+def measure_machine(args: argparse.Namespace) -> dict[str, Any]:
+    """Copy rate, and the matmul rate: given for a GPU, measured in fp32 on a CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        from bench_precopy import copy_ceiling
+
+        name, copy, flops = torch.cuda.get_device_name(), copy_ceiling() * 1e12, args.peak_tflops * 1e12
+    else:
+        ceiling = measure_rates()
+        name, copy, flops = "cpu", ceiling["copy_gb_per_s"] * 1e9, ceiling["gemm_gflops"] * 1e9
+    return {"device": name, "bytes_per_s": copy, "flops_per_s": flops, "torch": torch.__version__}
 
 
-def in_child(args: argparse.Namespace, child: str, spec_tokens: int = 0) -> dict[str, Any]:
-    """Measure in a new process; its last line of output is the result."""
-    command = [sys.executable, __file__, "--child", child, "--spec-tokens", str(spec_tokens)]
-    command += ["--model", args.model] if args.model else []
-    command += ["--concurrency", *map(str, args.concurrency), "--runs", str(args.runs)]
-    command += ["--prompt-tokens", str(args.prompt_tokens), "--output-tokens", str(args.output_tokens)]
+def engine_options(args: argparse.Namespace, is_plain: bool) -> dict[str, Any]:
+    """As `LLM` takes them."""
+    options: dict[str, Any] = {
+        "load_format": args.load_format,
+        "max_num_seqs": max(*args.concurrency, min(args.users, 64)),
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+    }
+    if is_plain:
+        options |= {"spec_tokens": 0, "mamba_cache_mode": "none"}
+    else:
+        options |= {"spec_tokens": args.spec_tokens[0], "spec_acceptance": args.spec_acceptance}
+    for setting in args.engine:
+        name, _, value = setting.partition("=")
+        try:
+            options[name.replace("-", "_")] = json.loads(value.lower())
+        except ValueError:
+            options[name.replace("-", "_")] = value
+    return options
+
+
+def measure_figures(args: argparse.Namespace) -> dict[str, Any]:
+    """One engine from its start, and the figures asked for."""
+    from serving_figures import Bench, Sizes
+    from step_model import Machine
+
+    from mambalign.engine import LLM
+
+    job = json.loads(args.job)
+    names = ("concurrency", *(name for name, _, _ in SIZES), "runs")
+    sizes = Sizes(**{name: getattr(args, name) for name in names})
+    options = engine_options(args, job["is_plain"])
+    longest = {"max_model_len": sizes.max_model_len} | options
+    llm = LLM(args.model, **longest)
+    ready = time.time() - job["started_at"]
+    machine = Machine(job["machine"]["bytes_per_s"], job["machine"]["flops_per_s"])
+    bench = Bench(llm, sizes, machine, None if job["is_plain"] else args.spec_acceptance)
+    first = bench.run([bench.prompt(100)], 8)[0]
+    bench.results["start"] = {"ready_s": round(ready, 2), "first_token_ms": round(first.ttft * 1000, 1)}
+    print(f"start            ready after {ready:.1f} s, first token {first.ttft * 1000:.0f} ms later", flush=True)
+    for line in llm.core.plan:
+        print(f"                 {line}", flush=True)
+    for figure in job["figures"]:
+        if figure != "start":
+            getattr(bench, figure)()
+    return bench.results
+
+
+def measure_transformers_decode(args: argparse.Namespace) -> dict[str, Any]:
+    """Decode rate of transformers' `generate`, for scale: tokens after the first over the time they add, plain."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from mambalign.engine.checkpoint import locate
+
+    path, on_gpu = locate(args.model), torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    if args.load_format == "dummy":
+        torch.set_default_dtype(dtype)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).eval()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    model.generation_config.eos_token_id = None  # no token ends the text
+    results, num_tokens = {}, min(args.output_tokens, 64)
+
+    def seconds(prompt: torch.Tensor, num_tokens: int) -> float:
+        start = time.perf_counter()
+        options = dict(attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0)
+        tokens = model.generate(prompt, max_new_tokens=num_tokens, **options)
+        assert len(tokens.tolist()[0]) == prompt.shape[1] + num_tokens
+        return time.perf_counter() - start
+
+    for rows in [rows for rows in args.concurrency if rows <= 8]:
+        prompt = torch.randint(4, model.config.vocab_size, (rows, args.prompt_tokens), device=device)
+        try:
+            seconds(prompt, 2)
+            rate = rows * (num_tokens - 1) / (seconds(prompt, num_tokens) - seconds(prompt, 1))
+        except torch.OutOfMemoryError:
+            print(f"transformers     decode {rows}: out of memory", flush=True)
+            continue
+        results[f"decode {rows}"] = {"once": round(rate, 2), "unit": "tok/s", "num_tokens": num_tokens}
+        print(f"transformers     decode {rows}: {rate:.1f} tok/s (once, {num_tokens} tokens)", flush=True)
+    return results
+
+
+CHILDREN = {
+    "ceiling": measure_ceiling,
+    "mambalign": measure_mambalign,
+    "transformers": measure_transformers,
+    "machine": measure_machine,
+    "figures": measure_figures,
+    "transformers decode": measure_transformers_decode,
+}
+
+
+def in_child(
+    args: argparse.Namespace,
+    child: str,
+    spec_tokens: int = 0,
+    job: dict[str, Any] | None = None,
+    env: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Measure in a new process. Its last line of output is the result; those before it are passed on."""
+    command = [sys.executable, __file__, *([args.model] if args.model else []), "--child", child]
+    command += ["--spec-tokens", str(spec_tokens), "--concurrency", *map(str, args.concurrency)]
+    for name in (*(name for name, _, _ in SIZES), "runs", "load_format", "max_num_batched_tokens", "peak_tflops"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    if args.spec_acceptance is not None:
+        command += ["--spec-acceptance", str(args.spec_acceptance)]
+    command += [f"--engine={setting}" for setting in args.engine]
+    command += ["--job", json.dumps(job | {"started_at": time.time()})] if job else []
     threads = str(args.threads)
-    env = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{child} failed with exit code {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+    settings = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    last = ""
+    with subprocess.Popen(
+        command, env=os.environ | settings | (env or {}), stdout=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stdout:
+            print(last, end="", flush=True)
+            last = line if line.strip() else ""
+    if process.returncode != 0:
+        print(last, end="", flush=True)
+        raise SystemExit(f"{child} failed with exit code {process.returncode}")
+    return json.loads(last)
 
 
 def report(name: str, concurrency: str, kind: str, rates: list[float], ceiling: float) -> dict[str, Any]:
@@ -209,10 +386,41 @@ def compare(figures: list[dict[str, Any]], tokens: dict[str, dict[str, list[list
     return ratios
 
 
+def measure_all_figures(args: argparse.Namespace) -> None:
+    """Figures of the engine with drafts and cache, and without where asked for; each engine in a process."""
+    machine = in_child(args, "machine")
+    print(
+        f"{machine['device']}, torch {machine['torch']}: copies at {machine['bytes_per_s'] / 1e12:.3f} TB/s (read plus "
+        f"written), matmuls at {machine['flops_per_s'] / 1e12:.1f} TFLOP/s: what the ceilings are made of",
+        flush=True,
+    )
+    figures = args.figures.split(",")
+    setting = {name: getattr(args, name) for name, _, _ in SIZES} | {"spec_acceptance": args.spec_acceptance}
+    result: dict[str, Any] = {"model": args.model or "default", "machine": machine, "setting": setting}
+    engines = [] if args.only_plain else [(f"cache + {s} drafts", s, False) for s in args.spec_tokens]
+    engines += [("plain", 0, True)] if args.plain or args.only_plain else []
+    with tempfile.TemporaryDirectory() as kernels:
+        for name, spec_tokens, is_plain in engines:
+            job = {"is_plain": is_plain, "machine": machine, "figures": figures}
+            if "start" in figures and not is_plain:
+                print(f"{name}, with an empty kernel cache", flush=True)
+                cold = in_child(args, "figures", spec_tokens, job | {"figures": []}, {"TRITON_CACHE_DIR": kernels})
+                result[f"{name}, empty kernel cache"] = cold
+            env = {"TRITON_CACHE_DIR": kernels} if "start" in figures else {}
+            print(name, flush=True)
+            result[name] = in_child(args, "figures", spec_tokens, job, env)
+    if args.compare_transformers:
+        result["transformers"] = in_child(args, "transformers decode")
+    print(json.dumps(result))
+
+
 def main() -> None:
     args = parse_args()
     if args.child:
         print("\n" + json.dumps(CHILDREN[args.child](args)))
+        return
+    if args.figures:
+        measure_all_figures(args)
         return
     load = os.getloadavg()[0]  # before anything of ours runs
     ceiling = in_child(args, "ceiling") | {"load": load}

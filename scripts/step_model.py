@@ -1,0 +1,107 @@
+"""What a step must move and compute, from a checkpoint's config.json alone: the ceiling that figures are held against.
+
+A step's parts follow one another: the layers, the head, the drafter's passes, the states, the keys and values. Each
+takes its bytes over the machine's copy rate, or its operations over the machine's matmul rate where that is longer.
+Left out, so that the ceiling is one: activations, logits, norms, the arithmetic of scan and attention, the host.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mambalign.worker.models.loader import DummyWeights
+from mambalign.worker.models.nemotron_h import NemotronH
+from mambalign.worker.models.registry import parse_config
+from mambalign.worker.state_cache import StateSpec, bytes_per_kv_block, bytes_per_state
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Measured, or given."""
+
+    bytes_per_s: float  # of a large copy, read plus written
+    flops_per_s: float  # of large matmuls in the model's dtype
+
+    def seconds(self, num_bytes: float, flops: float = 0.0) -> float:
+        return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """Numbers of weights that every token passes, and bytes that every row keeps."""
+
+    layer_params: int  # linear layers of the target, without the head
+    head_params: int
+    drafter_params: int  # 0 without drafts
+    weight_bytes: int  # of one weight
+    temporal_bytes: int  # of one row, all layers
+    conv_bytes: int
+    kv_token_bytes: int  # of one token, the target's layers
+    drafter_kv_token_bytes: int
+    num_spec_tokens: int
+
+    @classmethod
+    def of(cls, path: Path, dtype: torch.dtype, num_spec_tokens: int) -> "StepModel":
+        """Read `path/config.json`; no weight. Temporal states are fp32, drafts the MTP head's."""
+        config = parse_config(path)
+        model = NemotronH(config, DummyWeights(dtype, "meta", config.tie_word_embeddings))
+        layers = sum(linear.weight.numel() for block in model.blocks for linear in block.mixer.linears())
+        head = model.head_weight.numel()
+        drafts = num_spec_tokens > 0 and model.has_mtp
+        drafter = sum(weight.numel() for weight in model.linear_weights()) - layers - head if drafts else 0
+        target_kv = bytes_per_kv_block(config.attention_specs(dtype, with_drafter=False), 1)
+        all_kv = bytes_per_kv_block(config.attention_specs(dtype, with_drafter=drafts), 1)
+        specs = config.state_specs(dtype, torch.float32, with_drafter=False)
+
+        def state_bytes(kind: str) -> int:
+            of_kind: list[StateSpec] = [spec for spec in specs if spec.kind == kind]
+            return bytes_per_state(of_kind, config.conv_kernel, num_spec_tokens)
+
+        return cls(
+            layer_params=layers,
+            head_params=head,
+            drafter_params=drafter,
+            weight_bytes=dtype.itemsize,
+            temporal_bytes=state_bytes("temporal"),
+            conv_bytes=state_bytes("conv"),
+            kv_token_bytes=target_kv,
+            drafter_kv_token_bytes=all_kv - target_kv,
+            num_spec_tokens=num_spec_tokens,
+        )
+
+    def _matmuls(self, machine: Machine, num_params: int, num_tokens: int) -> float:
+        return machine.seconds(num_params * self.weight_bytes, 2.0 * num_params * num_tokens)
+
+    def _drafter_seconds(self, machine: Machine, num_rows: int, num_tokens: int, context: int) -> float:
+        """One pass over all tokens of the step, then one a further draft over the last token of each row."""
+        if not self.drafter_params:
+            return 0.0
+        kv = machine.seconds(num_rows * context * self.drafter_kv_token_bytes)
+        seconds = 0.0
+        for i in range(self.num_spec_tokens):
+            seconds += self._matmuls(machine, self.drafter_params, num_rows if i else num_tokens)
+            seconds += self._matmuls(machine, self.head_params, num_rows) + kv
+        return seconds
+
+    def decode_seconds(self, machine: Machine, num_rows: int, context: int) -> float:
+        """A step of `num_rows` rows with all their drafts: states read once and left after each of S+1 tokens."""
+        num_tokens = num_rows * (self.num_spec_tokens + 1)
+        states = num_rows * (self.temporal_bytes * (2 + self.num_spec_tokens) + 2 * self.conv_bytes)
+        return (
+            self._matmuls(machine, self.layer_params, num_tokens)
+            + self._matmuls(machine, self.head_params, num_tokens)
+            + machine.seconds(states)
+            + machine.seconds(num_rows * context * self.kv_token_bytes)
+            + self._drafter_seconds(machine, num_rows, num_tokens, context)
+        )
+
+    def prefill_seconds(self, machine: Machine, num_new: int, num_cached: int = 0) -> float:
+        """`num_new` tokens of one prompt behind `num_cached`, up to the first token and its drafts."""
+        return (
+            self._matmuls(machine, self.layer_params, num_new)
+            + self._matmuls(machine, self.head_params, 1)
+            + machine.seconds(2 * (self.temporal_bytes + self.conv_bytes))
+            + machine.seconds((num_new + num_cached) * self.kv_token_bytes)
+            + self._drafter_seconds(machine, 1, num_new, num_new + num_cached)
+        )
