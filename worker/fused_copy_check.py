@@ -43,7 +43,7 @@ class FusedCopyChecker:
         self.copies: Counter[int] = Counter()  # rows that moved bytes
         self.num_mismatches = 0
         self._states = [state.tensor for state in mamba_states(cache)]
-        self._metas, _ = describe_states(mamba_states(cache), cache.conv_layout == "DS", COPY_BLOCK_SIZE)
+        self._metas = describe_states(mamba_states(cache), cache.conv_layout == "DS", COPY_BLOCK_SIZE)
         self._credit = 0.0
 
     def wants_step(self) -> bool:

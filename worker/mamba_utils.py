@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mambalign.kernels.batch_memcpy import batch_memcpy
-from mambalign.kernels.mamba_state_copy import CONV, MambaState, StateMeta, describe_states
+from mambalign.kernels.mamba_state_copy import CONV, MambaState, StateMeta, StateTable, describe_states
 from mambalign.kernels.postprocess_mamba import postprocess_mamba_fused
 from mambalign.kernels.precopy_mamba_align import precopy_mamba_align_fused
 from mambalign.kernels.preprocess_mamba_align import preprocess_mamba_align_fused
@@ -92,16 +92,11 @@ class MambaSpecDecodeGPUContext:
         if cache.conv_layout not in ("SD", "DS"):
             raise ValueError(f"conv layout {cache.conv_layout!r} is neither SD nor DS")
         self.device = devices.pop()
-        self.conv_state_dim_first = cache.conv_layout == "DS"
         self.block_tokens = cache.mamba_block_tokens
         self.max_num_reqs = max_num_reqs
-        on_gpu = self.device.type == "cuda"
-        self.copy_block_size = copy_block_size or (COPY_BLOCK_SIZE if on_gpu else INTERPRETED_COPY_BLOCK_SIZE)
-        self.num_programs = num_programs
-        self.metas, tile_states = describe_states(self.states, self.conv_state_dim_first, self.copy_block_size)
-        self.state_meta = torch.tensor(self.metas, dtype=torch.int64, device=self.device)
-        self.tile_state = torch.tensor(tile_states, dtype=torch.int32, device=self.device)
-        self.tickets = torch.zeros(2, dtype=torch.int32, device=self.device)
+        if copy_block_size is None:
+            copy_block_size = COPY_BLOCK_SIZE if self.device.type == "cuda" else INTERPRETED_COPY_BLOCK_SIZE
+        self.state_table = StateTable.of(self.states, cache.conv_layout == "DS", copy_block_size, num_programs)
 
         num_groups = 1 + max(state.group for state in self.states)
         self._staged = CpuGpuBuffer(6 * max_num_reqs + 1, dtype=torch.int32, device=self.device)
@@ -119,8 +114,8 @@ class MambaSpecDecodeGPUContext:
     @property
     def staging_bytes(self) -> int:
         """Device memory of metadata and staging buffers."""
-        tensors = (self.state_meta, self.tile_state, self._staged.gpu, self.block_table_buf.gpu, self.num_accepted)
-        return sum(tensor.nbytes for tensor in tensors)
+        tensors = (self._staged.gpu, self.block_table_buf.gpu, self.num_accepted)
+        return self.state_table.nbytes + sum(tensor.nbytes for tensor in tensors)
 
     def stage(self, num_reqs: int) -> None:
         """Send what the host has written for batch rows `0 .. num_reqs-1`."""
@@ -140,12 +135,7 @@ class MambaSpecDecodeGPUContext:
             self.work_list_buf.gpu if use_work_list else None,
             self.work_count_buf.gpu if use_work_list else None,
             num_reqs,
-            self.state_meta,
-            self.tile_state,
-            self.tickets,
-            self.conv_state_dim_first,
-            self.copy_block_size,
-            self.num_programs,
+            self.state_table,
         )
 
     def run_fused_postprocess(
@@ -166,14 +156,8 @@ class MambaSpecDecodeGPUContext:
             idx_mapping,
             num_reqs,
             self.block_tokens,
-            self.state_meta,
-            self.tile_state,
-            self.tickets,
-            self.conv_state_dim_first,
-            self.copy_block_size,
-            self.num_programs,
+            self.state_table,
         )
-
 
     def read_decisions(self, slots: torch.Tensor) -> list[PrecopyInfo]:
         """The last pre-copy's decisions of these slots (V1: batch rows), read back from the device."""
@@ -495,7 +479,7 @@ def do_mamba_copy_block(copies: MambaCopyList, device: torch.device | str) -> No
 
 def _copy_scalar(input_batch: InputBatch, moves: list[tuple[int, PrecopyInfo]], cache: StateCache) -> None:
     states = mamba_states(cache)
-    metas, _ = describe_states(states, cache.conv_layout == "DS", COPY_BLOCK_SIZE)
+    metas = describe_states(states, cache.conv_layout == "DS", COPY_BLOCK_SIZE)
     copies = MambaCopyList()
     for row, info in moves:
         collect_mamba_copy_meta(copies, metas, cache.conv_layout, input_batch.mamba_block_table[row], info)
