@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mambalign.kernels.launch import persistent_programs
+
 CONV, TEMPORAL, CARRY = 0, 1, 2
 STATE_KINDS = {"conv": CONV, "temporal": TEMPORAL, "carry": CARRY}
 # Of the persistent copy kernels: so few registers that six programs run on a multiprocessor at once.
@@ -63,10 +65,11 @@ class StateTable(NamedTuple):
     state_meta: torch.Tensor  # int64 [states, fields of StateMeta]
     tile_state: torch.Tensor  # int32 [tiles], the state that a tile belongs to; tiles of conv states come first
     tickets: torch.Tensor  # int32 [1], 0 before and after a launch (the references need none)
+    num_tiles: int
     num_conv_tiles: int
     conv_state_dim_first: bool
     copy_block_size: int  # bytes that a program holds in registers at a time, a power of two
-    num_programs: int | None  # of a launch; None: what suits the device
+    num_programs: int  # of a launch
 
     @classmethod
     def of(
@@ -76,7 +79,7 @@ class StateTable(NamedTuple):
         copy_block_size: int,
         num_programs: int | None = None,
     ) -> "StateTable":
-        """Raises ValueError as `describe_states` does."""
+        """`num_programs` None: what suits the device. Raises ValueError as `describe_states` does."""
         metas = describe_states(states, conv_state_dim_first, copy_block_size)
         device = states[0].tensor.device
         tiles = {i: -(-meta.inner_size // meta.tile_size) for i, meta in enumerate(metas)}
@@ -86,10 +89,11 @@ class StateTable(NamedTuple):
             torch.tensor(metas, dtype=torch.int64, device=device),
             torch.tensor(tile_states, dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
+            len(tile_states),
             sum(tiles[i] for i, meta in enumerate(metas) if meta.kind == CONV),
             conv_state_dim_first,
             copy_block_size,
-            num_programs,
+            num_programs or persistent_programs(device),
         )
 
     @property

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mambalign.kernels.launch import persistent_programs, runs_kernel
+from mambalign.kernels.launch import runs_kernel
 from mambalign.kernels.mamba_state_copy import (
     LAUNCH_OPTIONS,
     StateTable,
@@ -125,17 +125,18 @@ def postprocess_mamba_fused(
     arguments = (num_kept, num_computed, running_column, num_accepted, block_table, idx_mapping, num_reqs)
     if not runs_kernel(block_table):
         return postprocess_mamba_fused_reference(*arguments, block_tokens, states)
-    postprocess_mamba_fused_kernel[(states.num_programs or persistent_programs(block_table.device),)](
+    _, num_groups, table_width = block_table.shape
+    postprocess_mamba_fused_kernel[(states.num_programs,)](
         *arguments,
         block_tokens,
         states.state_meta,
         states.tile_state,
         states.tickets,
-        len(states.tile_state),
+        states.num_tiles,
         states.num_conv_tiles,
-        block_table.shape[1],
-        block_table.shape[2],
-        ROWS=triton.next_power_of_2(len(num_accepted)),
+        num_groups,
+        table_width,
+        ROWS=triton.next_power_of_2(num_accepted.shape[0]),
         HAS_IDX_MAPPING=idx_mapping is not None,
         COPY_BLOCK_SIZE=states.copy_block_size,
         CONV_STATE_DIM_FIRST=states.conv_state_dim_first,

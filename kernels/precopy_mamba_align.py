@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mambalign.kernels.launch import persistent_programs, runs_kernel
+from mambalign.kernels.launch import runs_kernel
 from mambalign.kernels.mamba_state_copy import (
     LAUNCH_OPTIONS,
     StateTable,
@@ -112,15 +112,16 @@ def precopy_mamba_align_fused(
     arguments = (source_column, dest_column, token_bias, block_table, idx_mapping, work_list, work_count, num_reqs)
     if not runs_kernel(block_table):
         return precopy_mamba_align_fused_reference(*arguments, states)
-    precopy_mamba_align_fused_kernel[(states.num_programs or persistent_programs(block_table.device),)](
+    _, num_groups, table_width = block_table.shape
+    precopy_mamba_align_fused_kernel[(states.num_programs,)](
         *arguments,
         states.state_meta,
         states.tile_state,
         states.tickets,
-        len(states.tile_state),
+        states.num_tiles,
         states.num_conv_tiles,
-        block_table.shape[1],
-        block_table.shape[2],
+        num_groups,
+        table_width,
         HAS_IDX_MAPPING=idx_mapping is not None,
         HAS_WORK_LIST=work_list is not None,
         COPY_BLOCK_SIZE=states.copy_block_size,
