@@ -23,8 +23,7 @@ import triton.language as tl
 from mambalign.kernels.attention_rows import AttentionRows
 
 SPLIT_TOKENS = 512
-KEY_TILE = 64  # keys of a tile; divides SPLIT_TOKENS
-TILE_ROWS = 64  # rows of a tile: (query, head of the kv group)
+TILES = {2: (64, 64), 4: (32, 32)}  # by bytes of a number: rows of a tile (query, head of the kv group), and its keys
 MERGE_ROWS = 4
 LOG2_E = 1.4426950408889634
 CPU_DTYPES = (torch.float32, torch.bfloat16)
@@ -78,7 +77,7 @@ def paged_attention_varlen(
     """
     _check(key_cache, value_cache, query)
     num_heads, kv_heads = query.shape[1], key_cache.shape[2]
-    if num_heads % kv_heads or num_heads > TILE_ROWS * kv_heads or scale <= 0:
+    if num_heads % kv_heads or num_heads > 32 * kv_heads or scale <= 0:
         raise ValueError(f"attention of {num_heads} heads over {kv_heads} kv heads, scale {scale}")
     if query.is_cuda:
         return launch_attention(query, key_cache, value_cache, rows, scale)
@@ -433,14 +432,14 @@ def launch_attention(
     scale: float,
     by_split: bool | None = None,
     split_tokens: int = SPLIT_TOKENS,
-    key_tile: int = KEY_TILE,
-    tile_rows: int = TILE_ROWS,
+    tile: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """`paged_attention_varlen` by its Triton kernels: splits side by side, or one after the other (`by_split`).
 
     None chooses by what the host knows: side by side when the longest row's queries fit in one tile. Both give the same
     bits. Tests pass smaller tiles. Nothing is read back and nothing depends on lengths, so that it can be captured.
     """
+    tile_rows, key_tile = tile or TILES[query.element_size()]
     num_heads, head_dim = query.shape[1:]
     kv_block_tokens, kv_heads = key_cache.shape[1:3]
     group, num_rows = num_heads // kv_heads, rows.query_len.shape[0]

@@ -101,7 +101,9 @@ def _linear_on_gpu(
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     num_rows, shape = x.shape[0], (*weight.shape, weight.dtype)
-    library_rows = out_dtype is None and _library_row_count(num_rows, shape)
+    library_rows = 0
+    if out_dtype is None and not torch.cuda.is_current_stream_capturing():  # the check did not try it captured
+        library_rows = _library_row_count(num_rows, shape)
     if library_rows:
         out = torch.mm(_pad_rows(x, library_rows), weight)[:num_rows]
         out = out if bias is None else out.add_(bias)

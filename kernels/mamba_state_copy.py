@@ -13,8 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
+from mambalign.kernels.launch import persistent_programs
+
 CONV, TEMPORAL, CARRY = 0, 1, 2
 STATE_KINDS = {"conv": CONV, "temporal": TEMPORAL, "carry": CARRY}
+# Of the persistent copy kernels: so few registers that six programs run on a multiprocessor at once.
+LAUNCH_OPTIONS = {"num_warps": 4, "num_stages": 1, "maxnreg": 80}
 
 
 class MambaState(NamedTuple):
@@ -54,29 +58,72 @@ _ACCESS_SIZE, _FIRST_TILE, _TILE_SIZE = _field("access_size"), _field("first_til
 _CONV = tl.constexpr(CONV)
 
 
-def describe_states(
-    states: list[MambaState], conv_state_dim_first: bool, copy_block_size: int
-) -> tuple[list[StateMeta], list[int]]:
-    """Metadata of every state, and for each tile the state that it belongs to.
+class StateTable(NamedTuple):
+    """Every state that moves, as the fused kernels read it; made once, on the states' device."""
 
-    Raises ValueError for a state whose blocks are not contiguous, overlap, or have an unknown kind.
+    metas: list[StateMeta]
+    state_meta: torch.Tensor  # int64 [states, fields of StateMeta]
+    tile_state: torch.Tensor  # int32 [tiles], the state that a tile belongs to; tiles of conv states come first
+    tickets: torch.Tensor  # int32 [1], 0 before and after a launch (the references need none)
+    num_tiles: int
+    num_conv_tiles: int
+    conv_state_dim_first: bool
+    copy_block_size: int  # bytes that a program holds in registers at a time, a power of two
+    num_programs: int  # of a launch
+
+    @classmethod
+    def of(
+        cls,
+        states: list[MambaState],
+        conv_state_dim_first: bool,
+        copy_block_size: int,
+        num_programs: int | None = None,
+    ) -> "StateTable":
+        """`num_programs` None: what suits the device. Raises ValueError as `describe_states` does."""
+        metas = describe_states(states, conv_state_dim_first, copy_block_size)
+        device = states[0].tensor.device
+        tiles = {i: -(-meta.inner_size // meta.tile_size) for i, meta in enumerate(metas)}
+        tile_states = [i for i in sorted(tiles, key=lambda i: metas[i].first_tile) for _ in range(tiles[i])]
+        return cls(
+            metas,
+            torch.tensor(metas, dtype=torch.int64, device=device),
+            torch.tensor(tile_states, dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+            len(tile_states),
+            sum(tiles[i] for i, meta in enumerate(metas) if meta.kind == CONV),
+            conv_state_dim_first,
+            copy_block_size,
+            num_programs or persistent_programs(device),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory."""
+        return self.state_meta.nbytes + self.tile_state.nbytes + self.tickets.nbytes
+
+
+def describe_states(states: list[MambaState], conv_state_dim_first: bool, copy_block_size: int) -> list[StateMeta]:
+    """Metadata of every state, in their order; tiles are numbered conv states first.
+
+    Raises ValueError for a state whose blocks are not contiguous, overlap, are huge, or have an unknown kind.
     """
-    metas: list[StateMeta] = []
-    tile_states: list[int] = []
-    for i, state in enumerate(states):
-        meta = _describe(state, conv_state_dim_first, copy_block_size, len(tile_states))
-        metas.append(meta)
-        tile_states += [i] * -(-meta.inner_size // meta.tile_size)
-    return metas, tile_states
+    metas = [_describe(state, conv_state_dim_first, copy_block_size) for state in states]
+    first_tile = 0
+    for i in sorted(range(len(metas)), key=lambda i: metas[i].kind != CONV):
+        metas[i] = metas[i]._replace(first_tile=first_tile)
+        first_tile += -(-metas[i].inner_size // metas[i].tile_size)
+    return metas
 
 
-def _describe(state: MambaState, dim_first: bool, copy_block_size: int, first_tile: int) -> StateMeta:
+def _describe(state: MambaState, dim_first: bool, copy_block_size: int) -> StateMeta:
     tensor, element_size = state.tensor, state.tensor.element_size()
     if state.kind not in STATE_KINDS:
         raise ValueError(f"unknown state kind {state.kind!r}; known: {', '.join(STATE_KINDS)}")
     if tensor.numel() == 0 or not tensor[0].is_contiguous():
         raise ValueError(f"a block of a {state.kind} state must be contiguous, got strides {tensor.stride()}")
     inner_size = tensor[0].numel() * element_size
+    if inner_size >= 1 << 31:
+        raise ValueError(f"a block of {inner_size} bytes is too large: its tiles are addressed in 32 bits")
     block_stride = tensor.stride(0) * element_size
     if len(tensor) > 1 and block_stride < inner_size:
         raise ValueError(f"blocks of {inner_size} bytes overlap: they are {block_stride} bytes apart")
@@ -94,7 +141,7 @@ def _describe(state: MambaState, dim_first: bool, copy_block_size: int, first_ti
     access_size = 16 if alignment % 16 == 0 else 1
     return StateMeta(
         tensor.data_ptr(), block_stride, element_size, inner_size, STATE_KINDS[state.kind], state.group, state_len,
-        row_count, row_stride, access_size, first_tile, tile_size,
+        row_count, row_stride, access_size, 0, tile_size,
     )  # fmt: skip
 
 
@@ -105,65 +152,74 @@ def _next_unit(p_tickets, num_programs):
 
 
 @triton.jit
-def _return_tickets(p_tickets, num_programs):
-    """The last program to leave clears the counters for the next launch."""
-    if tl.atomic_add(p_tickets + 1, 1, sem="relaxed") == num_programs - 1:
+def _return_tickets(p_tickets, unit, num_units, num_programs):
+    """Clear the counter for the next launch. A copied tile draws one ticket: the last ends the launch."""
+    if (num_units > 0) & (unit == num_programs + num_units - 1):
         tl.store(p_tickets, 0)
-        tl.store(p_tickets + 1, 0)
 
 
 @triton.jit
-def _move_words(source, dest, shift, num_bytes, source_bytes, COPY_BLOCK_SIZE: tl.constexpr):
-    """`dest[k] = source[k + shift]` for k < num_bytes, like memmove for a move to the left.
+def _meta_field(p_meta, FIELD: tl.constexpr, is_tile):
+    return tl.load(p_meta + FIELD, mask=is_tile, other=0)
 
-    source, dest and source_bytes (what may be read) are multiples of 16, shift is any number of bytes. The last 16
-    bytes that are written may lie in part past num_bytes; those are undefined.
+
+@triton.jit
+def _tile_meta(p_state_meta, p_tile_state, i_tile, num_tiles, CONV_STATE_DIM_FIRST: tl.constexpr):
+    """What the metadata says of a tile: nothing that depends on a row, so that it is read while the row is decided.
+
+    All int32 but base and block_stride. `slot_stride`: bytes from one conv slot to the next, 0 for a state that is
+    copied whole. `offset`: where the tile begins in its block. Past the last tile nothing is read.
     """
-    WORDS: tl.constexpr = COPY_BLOCK_SIZE // 8
+    is_tile = i_tile < num_tiles
+    p_meta = p_state_meta + tl.load(p_tile_state + i_tile, mask=is_tile, other=0) * META_FIELDS
+    base, block_stride = _meta_field(p_meta, _BASE, is_tile), _meta_field(p_meta, _BLOCK_STRIDE, is_tile)
+    inner_size, group = _meta_field(p_meta, _INNER_SIZE, is_tile), _meta_field(p_meta, _GROUP, is_tile)
+    access_size, tile_size = _meta_field(p_meta, _ACCESS_SIZE, is_tile), _meta_field(p_meta, _TILE_SIZE, is_tile)
+    first_tile, kind = _meta_field(p_meta, _FIRST_TILE, is_tile), _meta_field(p_meta, _KIND, is_tile)
+    slot_stride = _meta_field(p_meta, _ELEMENT_SIZE if CONV_STATE_DIM_FIRST else _ROW_STRIDE, is_tile)
+    slot_stride = tl.where(kind == _CONV, slot_stride, 0).to(tl.int32)
+    inner_size, group, access_size = inner_size.to(tl.int32), group.to(tl.int32), access_size.to(tl.int32)
+    tile_size = tile_size.to(tl.int32)
+    offset = (i_tile - first_tile.to(tl.int32)) * tile_size
+    return base, block_stride, group, inner_size, slot_stride, access_size, tile_size, offset
+
+
+@triton.jit
+def _load_shifted(p_source, o, shift, num_words, source_words):
+    """Words `o` of what begins `shift` bytes behind `p_source - o`, where `source_words` may be read."""
     skipped, bits = shift // 8, (shift % 8 * 8).to(tl.uint64)
-    straddles = shift % 8 > 0  # a word of dest lies across two of source
-    source_words = source_bytes // 8 - skipped
-    high_words = tl.where(straddles, source_words, 0)
-    num_words = (num_bytes + 15) // 16 * 2
-    p_source = source.to(tl.pointer_type(tl.uint64)) + skipped
-    p_dest = dest.to(tl.pointer_type(tl.uint64))
-    for start in range(0, num_words, WORDS):
-        o = start + tl.arange(0, WORDS)
-        low = tl.load(p_source + o, mask=o < tl.minimum(num_words, source_words), other=0)
-        high = tl.load(p_source + o + 1, mask=o + 1 < tl.minimum(num_words + 1, high_words), other=0)
-        word = tl.where(straddles, (low >> bits) | (high << ((64 - bits) & 63)), low)
+    low = tl.load(p_source + skipped, mask=o < tl.minimum(num_words, source_words - skipped), other=0)
+    straddles = shift % 8 > 0  # a word lies across two of the source
+    high_words = tl.where(straddles, tl.minimum(num_words + 1, source_words - skipped), 0)
+    high = tl.load(p_source + skipped + 1, mask=o + 1 < high_words, other=0)
+    return tl.where(straddles, (low >> bits) | (high << ((64 - bits) & 63)), low)
+
+
+@triton.jit
+def _move_elements(source, dest, num_elements, ELEMENT: tl.constexpr, ALIGNMENT: tl.constexpr, AT_A_TIME: tl.constexpr):
+    p_source, p_dest = source.to(tl.pointer_type(ELEMENT)), dest.to(tl.pointer_type(ELEMENT))
+    for start in range(0, num_elements, AT_A_TIME):
+        o = start + tl.arange(0, AT_A_TIME)
+        mask = o < num_elements
+        value = tl.load(tl.multiple_of(p_source + o, ALIGNMENT), mask=mask)
         tl.debug_barrier()  # every thread has read before one writes
-        tl.store(tl.multiple_of(p_dest + o, 16), word, mask=o < num_words)
+        tl.store(tl.multiple_of(p_dest + o, ALIGNMENT), value, mask=mask)
 
 
 @triton.jit
-def _move_bytes(source, dest, num_bytes, COPY_BLOCK_SIZE: tl.constexpr):
-    """num_bytes between any addresses, like memmove for a move to the left."""
-    BYTES: tl.constexpr = COPY_BLOCK_SIZE // 8
-    p_source, p_dest = source.to(tl.pointer_type(tl.uint8)), dest.to(tl.pointer_type(tl.uint8))
-    for start in range(0, num_bytes, BYTES):
-        o = start + tl.arange(0, BYTES)
-        mask = o < num_bytes
-        value = tl.load(p_source + o, mask=mask)
-        tl.debug_barrier()
-        tl.store(p_dest + o, value, mask=mask)
-
-
-@triton.jit
-def _move_shifted(source, dest, shift, num_bytes, source_bytes, access_size, COPY_BLOCK_SIZE: tl.constexpr):
-    """`dest[k] = source[k + shift]` for k < num_bytes."""
+def _move(source, dest, num_bytes, access_size, COPY_BLOCK_SIZE: tl.constexpr):
+    """num_bytes between any addresses, like memmove for a move to the left. access_size 16: all are multiples of 16."""
     if access_size == 16:
-        _move_words(source, dest, shift, num_bytes, source_bytes, COPY_BLOCK_SIZE)
+        _move_elements(source, dest, num_bytes // 8, tl.uint64, 16, COPY_BLOCK_SIZE // 8)
     else:
-        _move_bytes(source + shift, dest, num_bytes, COPY_BLOCK_SIZE)
+        _move_elements(source, dest, num_bytes, tl.uint8, 1, COPY_BLOCK_SIZE // 8)
 
 
 @triton.jit
 def _copy_mamba_state_block(
-    p_meta,
+    tile_meta,
     p_table,
     table_width,
-    i_tile,
     source_column,
     dest_column,
     token_bias,
@@ -174,54 +230,85 @@ def _copy_mamba_state_block(
 ):
     """One tile of one state of one row: `copy_mamba_state_block_reference` cut into tiles that may run in any order.
 
-    p_meta: the state's metadata. p_table: the row's block tables, `[groups, table_width]`.
+    tile_meta: the tile's `_tile_meta`. p_table: the row's block tables, `[groups, table_width]`.
     A tile owns a span of the destination block: rows of a DS conv state (shifted within themselves), bytes of any
     other. Within one block an SD conv state is cut along dim instead, and every tile moves its channels slot by slot.
-    Returns the running number of the program's next tile.
+    Returns the running number of the program's next tile: its ticket is drawn while the tile is read.
     """
-    kind, access_size = tl.load(p_meta + _KIND), tl.load(p_meta + _ACCESS_SIZE)
-    inner_size, tile_size = tl.load(p_meta + _INNER_SIZE), tl.load(p_meta + _TILE_SIZE)
-    base, block_stride = tl.load(p_meta + _BASE), tl.load(p_meta + _BLOCK_STRIDE)
-    row_stride, element_size = tl.load(p_meta + _ROW_STRIDE), tl.load(p_meta + _ELEMENT_SIZE)
-    offset = (i_tile - tl.load(p_meta + _FIRST_TILE)) * tile_size
-    span = tl.minimum(tile_size, inner_size - offset)
+    base, block_stride, group, inner_size, slot_stride, access_size, tile_size, offset = tile_meta
+    p_table += group * table_width
+    from_column = tl.where(slot_stride > 0, source_column, source_column + token_bias)
+    source_block, dest_block = tl.load(p_table + from_column).to(tl.int64), tl.load(p_table + dest_column).to(tl.int64)
 
-    p_table += tl.load(p_meta + _GROUP) * table_width
-    from_column = source_column
-    if kind != _CONV:
-        from_column += token_bias
-    source_block = tl.load(p_table + from_column).to(tl.int64)
-    dest_block = tl.load(p_table + dest_column).to(tl.int64)
-    source, dest = base + source_block * block_stride, base + dest_block * block_stride
+    shift, span = token_bias * slot_stride, tl.minimum(tile_size, inner_size - offset)
+    num_bytes = span - shift if CONV_STATE_DIM_FIRST else tl.minimum(span, inner_size - offset - shift)
+    within = source_block == dest_block
+    num_bytes = tl.where(within & (shift == 0), 0, num_bytes)
+    slides = within & (num_bytes > 0)
+    source, dest = base + source_block * block_stride + offset, base + dest_block * block_stride + offset
 
-    if (kind != _CONV) & (access_size == 16):  # nearly all bytes: one vector a tile, the ticket while it is read
-        o = tl.arange(0, COPY_BLOCK_SIZE // 8)
-        p_source = tl.multiple_of((source + offset).to(tl.pointer_type(tl.int64)) + o, 16)
-        p_dest = tl.multiple_of((dest + offset).to(tl.pointer_type(tl.int64)) + o, 16)
-        mask = o < tl.where(source_block == dest_block, 0, span // 16) * 2
-        value = tl.load(p_source, mask=mask)
+    o = tl.arange(0, COPY_BLOCK_SIZE // 8)
+    p_source, p_dest = source.to(tl.pointer_type(tl.uint64)) + o, dest.to(tl.pointer_type(tl.uint64)) + o
+    p_dest = tl.multiple_of(p_dest, 16)
+    num_words = (num_bytes + 15) // 16 * 2  # the last 16 bytes may lie in part past num_bytes; those are undefined
+    is_vector = (access_size == 16) & (num_bytes <= COPY_BLOCK_SIZE)
+    if is_vector & (shift % 16 == 0) & (slides == 0):  # nearly all bytes
+        value = tl.load(tl.multiple_of(p_source + shift // 8, 16), mask=o < num_words)
         unit = _next_unit(p_tickets, num_programs)
-        tl.store(p_dest, value, mask=mask)
+        tl.store(p_dest, value, mask=o < num_words)
+    elif CONV_STATE_DIM_FIRST:
+        if is_vector:
+            value = _load_shifted(p_source, o, shift, num_words, span // 8)
+            unit = _next_unit(p_tickets, num_programs)
+            tl.debug_barrier()  # every thread has read before one writes
+            tl.store(p_dest, value, mask=o < num_words)
+        else:
+            unit = _next_unit(p_tickets, num_programs)
+            _move(source + shift, dest, num_bytes, 1, COPY_BLOCK_SIZE // 4)
     else:
         unit = _next_unit(p_tickets, num_programs)
-        shift, rest = span * 0, span
-        if kind == _CONV:
-            if CONV_STATE_DIM_FIRST:
-                shift = token_bias * element_size
-            else:
-                shift, rest = token_bias * row_stride, inner_size - offset
-        if source_block != dest_block:
-            num_bytes = tl.minimum(span, rest - shift)
-            _move_shifted(source + offset, dest + offset, shift, num_bytes, rest, access_size, COPY_BLOCK_SIZE)
-        elif shift > 0:
-            if CONV_STATE_DIM_FIRST:
-                _move_shifted(source + offset, dest + offset, shift, span - shift, span, access_size, COPY_BLOCK_SIZE)
-            else:
-                lanes = tl.minimum(tile_size, row_stride - offset)
-                for slot in range(0, inner_size - shift, row_stride):
-                    to = dest + offset + slot
-                    _move_shifted(to + shift, to, shift * 0, lanes, lanes, access_size, COPY_BLOCK_SIZE)
+        num_bytes = tl.where(slides, tl.minimum(tile_size, slot_stride - offset), num_bytes)
+        for slot in range(0, tl.where(slides, inner_size - shift, 1), tl.maximum(slot_stride, 1)):
+            _move(source + shift + slot, dest + slot, num_bytes, access_size, COPY_BLOCK_SIZE // 4)
     return unit
+
+
+@triton.jit
+def _copy_mamba_states(
+    tile_meta,
+    p_block_table,
+    num_groups,
+    table_width,
+    slot,
+    source_column,
+    dest_column,
+    token_bias,
+    unit,
+    first_unit,
+    p_state_meta,
+    p_tile_state,
+    p_tickets,
+    num_tiles,
+    num_conv_tiles,
+    num_programs,
+    COPY_BLOCK_SIZE: tl.constexpr,
+    CONV_STATE_DIM_FIRST: tl.constexpr,
+):
+    """This program's share of one row's states. The row's tiles are the units from `first_unit` on.
+
+    unit: the program's next tile; tile_meta is that tile's, should it be one of this row. A row whose temporal states
+    lie where they must has conv tiles only. Returns unit, and the first unit of the next row.
+    """
+    in_place = source_column + token_bias == dest_column
+    row_tiles = tl.where(in_place, num_conv_tiles, num_tiles)
+    p_table = p_block_table + slot.to(tl.int64) * num_groups * table_width
+    while unit < first_unit + row_tiles:
+        unit = _copy_mamba_state_block(
+            tile_meta, p_table, table_width, source_column, dest_column, token_bias, p_tickets, num_programs,
+            COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST,
+        )  # fmt: skip
+        tile_meta = _tile_meta(p_state_meta, p_tile_state, unit - first_unit, row_tiles, CONV_STATE_DIM_FIRST)
+    return unit, first_unit + row_tiles
 
 
 def bytes_at(address: int, num_bytes: int) -> torch.Tensor:

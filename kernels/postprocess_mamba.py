@@ -4,12 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from mambalign.kernels.launch import persistent_programs, runs_kernel
+from mambalign.kernels.launch import runs_kernel
 from mambalign.kernels.mamba_state_copy import (
-    META_FIELDS,
-    StateMeta,
-    _copy_mamba_state_block,
+    LAUNCH_OPTIONS,
+    StateTable,
+    _copy_mamba_states,
     _return_tickets,
+    _tile_meta,
     copy_mamba_state_block_reference,
 )
 
@@ -28,6 +29,7 @@ def postprocess_mamba_fused_kernel(
     p_tile_state,
     p_tickets,
     num_tiles,
+    num_conv_tiles,
     num_groups,
     table_width,
     ROWS: tl.constexpr,
@@ -62,22 +64,18 @@ def postprocess_mamba_fused_kernel(
     order = tl.cumsum(moves.to(tl.int32), 0) - 1
     unit, first_unit = i_program, 0
     for i in range(0, tl.sum(moves.to(tl.int32), 0)):
+        tile_meta = _tile_meta(p_state_meta, p_tile_state, unit - first_unit, num_tiles, CONV_STATE_DIM_FIRST)
         here = moves & (order == i)
         slot = tl.sum(tl.where(here, slots, 0), 0)
         source_column = tl.sum(tl.where(here, running, 0), 0)
         dest_column = tl.sum(tl.where(here, dest, 0), 0)
         token_bias = tl.sum(tl.where(here, bias, 0), 0)
-        p_table = p_block_table + slot.to(tl.int64) * num_groups * table_width
-        while unit < first_unit + num_tiles:
-            i_tile = unit - first_unit
-            p_meta = p_state_meta + tl.load(p_tile_state + i_tile) * META_FIELDS
-            unit = _copy_mamba_state_block(
-                p_meta, p_table, table_width, i_tile, source_column, dest_column, token_bias,
-                p_tickets, num_programs, COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST,
-            )  # fmt: skip
-        first_unit += num_tiles
-    if first_unit > 0:
-        _return_tickets(p_tickets, num_programs)
+        unit, first_unit = _copy_mamba_states(
+            tile_meta, p_block_table, num_groups, table_width, slot, source_column, dest_column, token_bias,
+            unit, first_unit, p_state_meta, p_tile_state, p_tickets, num_tiles, num_conv_tiles, num_programs,
+            COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST,
+        )  # fmt: skip
+    _return_tickets(p_tickets, unit, first_unit, num_programs)
 
 
 def postprocess_mamba_fused_reference(
@@ -89,19 +87,13 @@ def postprocess_mamba_fused_reference(
     idx_mapping: torch.Tensor | None,
     num_reqs: int,
     block_tokens: int,
-    state_meta: torch.Tensor,
-    tile_state: torch.Tensor,
-    tickets: torch.Tensor,
-    conv_state_dim_first: bool,
-    copy_block_size: int,
-    num_programs: int | None = None,
+    states: StateTable,
 ) -> None:
     """Decide and copy; writes `num_accepted`, which may not share memory with an input.
 
     num_kept: int32 by batch row, tokens kept by a decode row, 0 for a prefill row. The others as in
     `precopy_mamba_align_fused`; num_computed is the row's count before the step.
     """
-    metas = [StateMeta(*fields) for fields in state_meta.tolist()]
     for row in range(num_reqs):
         slot = row if idx_mapping is None else int(idx_mapping[row])
         if slot < 0:
@@ -113,10 +105,9 @@ def postprocess_mamba_fused_reference(
         num_accepted[slot] = 1 if kept == 0 or (crosses and dest == column) else kept
         if crosses:
             table = block_table[slot].tolist()
-            for meta in metas:
-                copy_mamba_state_block_reference(
-                    meta, table[meta.group], column, dest, bias, conv_state_dim_first
-                )
+            for meta in states.metas:
+                columns = (table[meta.group], column, dest, bias)
+                copy_mamba_state_block_reference(meta, *columns, states.conv_state_dim_first)
 
 
 def postprocess_mamba_fused(
@@ -128,33 +119,26 @@ def postprocess_mamba_fused(
     idx_mapping: torch.Tensor | None,
     num_reqs: int,
     block_tokens: int,
-    state_meta: torch.Tensor,
-    tile_state: torch.Tensor,
-    tickets: torch.Tensor,
-    conv_state_dim_first: bool,
-    copy_block_size: int,
-    num_programs: int | None = None,
+    states: StateTable,
 ) -> None:
     """`postprocess_mamba_fused_reference`, on the device: one launch, no synchronisation."""
     arguments = (num_kept, num_computed, running_column, num_accepted, block_table, idx_mapping, num_reqs)
     if not runs_kernel(block_table):
-        return postprocess_mamba_fused_reference(
-            *arguments, block_tokens, state_meta, tile_state, tickets, conv_state_dim_first, copy_block_size
-        )
-    grid = (num_programs or persistent_programs(block_table.device),)
-    postprocess_mamba_fused_kernel[grid](
+        return postprocess_mamba_fused_reference(*arguments, block_tokens, states)
+    _, num_groups, table_width = block_table.shape
+    postprocess_mamba_fused_kernel[(states.num_programs,)](
         *arguments,
         block_tokens,
-        state_meta,
-        tile_state,
-        tickets,
-        len(tile_state),
-        block_table.shape[1],
-        block_table.shape[2],
-        ROWS=triton.next_power_of_2(len(num_accepted)),
+        states.state_meta,
+        states.tile_state,
+        states.tickets,
+        states.num_tiles,
+        states.num_conv_tiles,
+        num_groups,
+        table_width,
+        ROWS=triton.next_power_of_2(num_accepted.shape[0]),
         HAS_IDX_MAPPING=idx_mapping is not None,
-        COPY_BLOCK_SIZE=copy_block_size,
-        CONV_STATE_DIM_FIRST=conv_state_dim_first,
-        num_warps=4,
-        num_stages=1,
+        COPY_BLOCK_SIZE=states.copy_block_size,
+        CONV_STATE_DIM_FIRST=states.conv_state_dim_first,
+        **LAUNCH_OPTIONS,
     )

@@ -4,12 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from mambalign.kernels.launch import persistent_programs, runs_kernel
+from mambalign.kernels.launch import runs_kernel
 from mambalign.kernels.mamba_state_copy import (
-    META_FIELDS,
-    StateMeta,
-    _copy_mamba_state_block,
+    LAUNCH_OPTIONS,
+    StateTable,
+    _copy_mamba_states,
     _return_tickets,
+    _tile_meta,
     copy_mamba_state_block_reference,
 )
 
@@ -28,6 +29,7 @@ def precopy_mamba_align_fused_kernel(
     p_tile_state,
     p_tickets,
     num_tiles,
+    num_conv_tiles,
     num_groups,
     table_width,
     HAS_IDX_MAPPING: tl.constexpr,
@@ -42,31 +44,29 @@ def precopy_mamba_align_fused_kernel(
     Reads decisions, block tables, metadata and source blocks; writes destination blocks, through 64-bit addresses.
     Bytes are moved, not numbers: exact for every dtype. In place: a destination is never another row's source.
     """
-    i_program, num_programs = tl.program_id(0), tl.num_programs(0)
-    count = num_reqs
-    if HAS_WORK_LIST:
-        count = tl.load(p_work_count)
-    unit, first_unit = i_program, 0  # running numbers of this program's tile, and of the row's first
+    num_programs = tl.num_programs(0)
+    count, row = num_reqs, 0
+    if HAS_WORK_LIST:  # volatile: read beside the count, not put off until that is known
+        count, row = tl.load(p_work_count), tl.load(p_work_list, volatile=True)
+    unit, first_unit = tl.program_id(0), 0  # running numbers of this program's tile, and of the row's first
     for i in range(0, count):
-        slot = i
-        if HAS_WORK_LIST:
-            slot = tl.load(p_work_list + i)
+        slot = row
         if HAS_IDX_MAPPING:
-            slot = tl.load(p_idx_mapping + slot)
+            slot = tl.load(p_idx_mapping + row)
+        tile_meta = _tile_meta(p_state_meta, p_tile_state, unit - first_unit, num_tiles, CONV_STATE_DIM_FIRST)
         source_column = tl.load(p_source_column + slot, mask=slot >= 0, other=-1)
+        dest_column = tl.load(p_dest_column + slot, mask=slot >= 0, other=0)
+        token_bias = tl.load(p_token_bias + slot, mask=slot >= 0, other=0)
+        row = i + 1
+        if HAS_WORK_LIST:
+            row = tl.load(p_work_list + row, mask=row < count, other=0)
         if source_column >= 0:
-            dest_column, token_bias = tl.load(p_dest_column + slot), tl.load(p_token_bias + slot)
-            p_table = p_block_table + slot.to(tl.int64) * num_groups * table_width
-            while unit < first_unit + num_tiles:
-                i_tile = unit - first_unit
-                p_meta = p_state_meta + tl.load(p_tile_state + i_tile) * META_FIELDS
-                unit = _copy_mamba_state_block(
-                    p_meta, p_table, table_width, i_tile, source_column, dest_column, token_bias,
-                    p_tickets, num_programs, COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST,
-                )  # fmt: skip
-            first_unit += num_tiles
-    if first_unit > 0:
-        _return_tickets(p_tickets, num_programs)
+            unit, first_unit = _copy_mamba_states(
+                tile_meta, p_block_table, num_groups, table_width, slot, source_column, dest_column, token_bias,
+                unit, first_unit, p_state_meta, p_tile_state, p_tickets, num_tiles, num_conv_tiles, num_programs,
+                COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST,
+            )  # fmt: skip
+    _return_tickets(p_tickets, unit, first_unit, num_programs)
 
 
 def precopy_mamba_align_fused_reference(
@@ -78,30 +78,23 @@ def precopy_mamba_align_fused_reference(
     work_list: torch.Tensor | None,
     work_count: torch.Tensor | None,
     num_reqs: int,
-    state_meta: torch.Tensor,
-    tile_state: torch.Tensor,
-    tickets: torch.Tensor,
-    conv_state_dim_first: bool,
-    copy_block_size: int,
-    num_programs: int | None = None,
+    states: StateTable,
 ) -> None:
     """Move the states of every visited row whose `source_column` is not negative.
 
     source_column, dest_column, token_bias: int32, by batch row, or by slot with `idx_mapping`.
     block_table: int32 `[rows or slots, groups, columns]`. idx_mapping: int32 `[num_reqs]`, batch row -> slot, negative
     skips. work_list, work_count: the batch rows to visit and how many; None visits rows `0 .. num_reqs-1`.
-    state_meta: int64 `[states, fields of StateMeta]`; tile_state: int32 `[tiles]`; tickets: int32 `[2]`, zeros before
-    and after a launch (the reference needs none).
     """
     rows = range(num_reqs) if work_list is None else work_list[: int(work_count)].tolist()
-    metas = [StateMeta(*fields) for fields in state_meta.tolist()]
     for row in rows:
         slot = row if idx_mapping is None else int(idx_mapping[row])
         if slot < 0 or (source := int(source_column[slot])) < 0:
             continue
         dest, bias, table = int(dest_column[slot]), int(token_bias[slot]), block_table[slot].tolist()
-        for meta in metas:
-            copy_mamba_state_block_reference(meta, table[meta.group], source, dest, bias, conv_state_dim_first)
+        for meta in states.metas:
+            columns = (table[meta.group], source, dest, bias)
+            copy_mamba_state_block_reference(meta, *columns, states.conv_state_dim_first)
 
 
 def precopy_mamba_align_fused(
@@ -113,32 +106,25 @@ def precopy_mamba_align_fused(
     work_list: torch.Tensor | None,
     work_count: torch.Tensor | None,
     num_reqs: int,
-    state_meta: torch.Tensor,
-    tile_state: torch.Tensor,
-    tickets: torch.Tensor,
-    conv_state_dim_first: bool,
-    copy_block_size: int,
-    num_programs: int | None = None,
+    states: StateTable,
 ) -> None:
     """`precopy_mamba_align_fused_reference`, on the device: one launch, no synchronisation."""
     arguments = (source_column, dest_column, token_bias, block_table, idx_mapping, work_list, work_count, num_reqs)
     if not runs_kernel(block_table):
-        return precopy_mamba_align_fused_reference(
-            *arguments, state_meta, tile_state, tickets, conv_state_dim_first, copy_block_size
-        )
-    grid = (num_programs or persistent_programs(block_table.device),)
-    precopy_mamba_align_fused_kernel[grid](
+        return precopy_mamba_align_fused_reference(*arguments, states)
+    _, num_groups, table_width = block_table.shape
+    precopy_mamba_align_fused_kernel[(states.num_programs,)](
         *arguments,
-        state_meta,
-        tile_state,
-        tickets,
-        len(tile_state),
-        block_table.shape[1],
-        block_table.shape[2],
+        states.state_meta,
+        states.tile_state,
+        states.tickets,
+        states.num_tiles,
+        states.num_conv_tiles,
+        num_groups,
+        table_width,
         HAS_IDX_MAPPING=idx_mapping is not None,
         HAS_WORK_LIST=work_list is not None,
-        COPY_BLOCK_SIZE=copy_block_size,
-        CONV_STATE_DIM_FIRST=conv_state_dim_first,
-        num_warps=4,
-        num_stages=1,
+        COPY_BLOCK_SIZE=states.copy_block_size,
+        CONV_STATE_DIM_FIRST=states.conv_state_dim_first,
+        **LAUNCH_OPTIONS,
     )

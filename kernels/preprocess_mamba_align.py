@@ -107,5 +107,5 @@ def preprocess_mamba_align_fused(
     )  # fmt: skip
     if not runs_kernel(running_column):
         return preprocess_mamba_align_fused_reference(*arguments)
-    rows = triton.next_power_of_2(len(work_list))
+    rows = triton.next_power_of_2(work_list.shape[0])
     preprocess_mamba_align_fused_kernel[(1,)](*arguments, ROWS=rows, num_warps=4)

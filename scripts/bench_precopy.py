@@ -115,8 +115,6 @@ class Bench:
         ctx.block_table_buf.np[:] = blocks.view(-1, 1, COLUMNS).numpy()
         ctx.stage(NUM_ROWS)
         self.idx_mapping = int32(list(reversed(range(NUM_ROWS))))
-        layout = (ctx.conv_state_dim_first, ctx.copy_block_size, num_programs)
-        self.states = (ctx.state_meta, ctx.tile_state, ctx.tickets, *layout)
 
     def crossing(self, rows: int, crossing: int, launch: int) -> list[int]:
         return [(launch * crossing + i) % rows for i in range(crossing)]
@@ -131,7 +129,7 @@ class Bench:
                 source[int(self.idx_mapping[row])] = 0
             lists = (int32(moving or [0]), int32([crossing])) if use_work_list else (None, None)
             decided = (int32(source), dest, biases, self.ctx.block_table_buf.gpu, self.idx_mapping, *lists, rows)
-            launches.append(lambda decided=decided: precopy_mamba_align_fused(*decided, *self.states))
+            launches.append(lambda decided=decided: precopy_mamba_align_fused(*decided, self.ctx.state_table))
         return graph_times(launches, self.replays)
 
     def decide_and_precopy(self, rows: int) -> list[float]:
@@ -157,18 +155,18 @@ class Bench:
             n = int32([BLOCK_TOKENS - 1 - bias if slot in moving else BLOCK_TOKENS for slot in range(NUM_ROWS)])
             kept, accepted = int32([bias + 2] * rows), int32([1] * NUM_ROWS)
             counts = (kept, n, running, accepted, self.ctx.block_table_buf.gpu, self.idx_mapping, rows, BLOCK_TOKENS)
-            launches.append(lambda counts=counts: postprocess_mamba_fused(*counts, *self.states))
+            launches.append(lambda counts=counts: postprocess_mamba_fused(*counts, self.ctx.state_table))
         return graph_times(launches, self.replays)
 
     def scalar(self, rows: int, crossing: int, bias: int) -> float:
         """Pointer list and memcpy, host time included."""
-        table, times = self.ctx.block_table_buf.np[:, 0], []
+        table, metas, times = self.ctx.block_table_buf.np[:, 0], self.ctx.state_table.metas, []
         for i in range(6):
             torch.cuda.synchronize()
             start = time.perf_counter()
             copies = MambaCopyList()
             for row in self.crossing(rows, crossing, i):
-                collect_mamba_copy_meta(copies, self.ctx.metas, self.layout, table[row], PrecopyInfo(0, 1, bias))
+                collect_mamba_copy_meta(copies, metas, self.layout, table[row], PrecopyInfo(0, 1, bias))
             do_mamba_copy_block(copies, "cuda")
             torch.cuda.synchronize()
             times.append((time.perf_counter() - start) * 1e6)

@@ -4,7 +4,8 @@ For every row of a checked step: the decision (source column, destination column
 with, read back from the device, against `mamba_columns.precopy` on the row's own numbers; and for every row that
 moved, each state's bytes against what the scalar path's pointer list copies from the same sources. Where the scalar
 path has no copy (a DS conv state shifted by more than 0), a plain torch slice takes its place. Bytes are compared as
-bits, over the conv slots that are defined after the shift. Checking reads the device back; serving without it does not.
+bits, over the conv slots that are defined after the shift. Of a row that moves nothing, the blocks it goes on from
+must keep their checksums. Checking reads the device back; serving without it does not.
 """
 
 from collections import Counter
@@ -14,11 +15,11 @@ import torch
 
 from mambalign.kernels.batch_memcpy import batch_memcpy
 from mambalign.kernels.mamba_state_copy import describe_states
-from mambalign.worker.mamba_columns import PrecopyInfo, precopy
+from mambalign.worker.mamba_columns import PrecopyInfo
+from mambalign.worker.mamba_laws import RowBefore
 from mambalign.worker.mamba_utils import (
     COPY_BLOCK_SIZE,
     MambaCopyList,
-    RowBefore,
     collect_mamba_copy_meta,
     mamba_states,
 )
@@ -43,7 +44,7 @@ class FusedCopyChecker:
         self.copies: Counter[int] = Counter()  # rows that moved bytes
         self.num_mismatches = 0
         self._states = [state.tensor for state in mamba_states(cache)]
-        self._metas, _ = describe_states(mamba_states(cache), cache.conv_layout == "DS", COPY_BLOCK_SIZE)
+        self._metas = describe_states(mamba_states(cache), cache.conv_layout == "DS", COPY_BLOCK_SIZE)
         self._credit = 0.0
 
     def wants_step(self) -> bool:
@@ -56,11 +57,9 @@ class FusedCopyChecker:
 
     def expect(self, rows: list[RowBefore]) -> "ExpectedCopies":
         """Decide and read what the scalar path would copy; call before the fused copy runs."""
-        block_tokens = self.cache.mamba_block_tokens
-        infos = [
-            precopy(r.running_column, r.num_computed_tokens, r.num_tokens, r.num_accepted, block_tokens) for r in rows
-        ]
-        return ExpectedCopies(rows, infos, [self._expected_bytes(r, i) for r, i in zip(rows, infos, strict=True)])
+        infos = [row.precopy(self.cache.mamba_block_tokens) for row in rows]
+        states = [self._expected_bytes(row, info) for row, info in zip(rows, infos, strict=True)]
+        return ExpectedCopies(rows, infos, states, self._resting_checksums(rows, infos))
 
     def _expected_bytes(self, row: RowBefore, info: PrecopyInfo) -> list[torch.Tensor]:
         """Per state, the bytes (or for a shifted DS conv state, the slots) that must lie in the destination block."""
@@ -79,6 +78,18 @@ class FusedCopyChecker:
             expected.append(bytes_of(dest).clone() if stays else self._copy_out(copies, state.device))
         return expected
 
+    def _resting_checksums(self, rows: list[RowBefore], infos: list[PrecopyInfo]) -> torch.Tensor:
+        """int64 `[rows, 2 * states]`, of each state's running block and live block; zeros for a row that moves."""
+        checksums = torch.zeros(len(rows), 2 * len(self._states), dtype=torch.int64)
+        resting = [i for i, info in enumerate(infos) if info.source_column < 0]
+        blocks = [
+            [int(rows[i].table_row[infos[i].dest_column + bias]) for bias in (0, infos[i].token_bias)] for i in resting
+        ]
+        if resting:
+            sums = [checksum(state[torch.tensor(blocks)]) for state in self._states]
+            checksums[resting] = torch.cat(sums, dim=1).cpu()
+        return checksums
+
     def _is_shifted_ds(self, state: torch.Tensor, info: PrecopyInfo) -> bool:
         is_conv = any(state is conv for conv in self.cache.conv)
         return is_conv and self.cache.conv_layout == "DS" and info.token_bias > 0
@@ -92,11 +103,15 @@ class FusedCopyChecker:
     def check(self, expected: "ExpectedCopies", fused: list[PrecopyInfo]) -> list[Mismatch]:
         """Compare after the fused copy has run; `fused` are the decisions that it ran with, one a row."""
         mismatches = []
-        for row, want, states, got in zip(expected.rows, expected.infos, expected.states, fused, strict=True):
+        rows, infos = expected.rows, expected.infos
+        changed = (self._resting_checksums(rows, infos) != expected.checksums).any(dim=1).tolist()
+        for row, want, states, got, spoiled in zip(rows, infos, expected.states, fused, changed, strict=True):
             bias = row.num_accepted - 1
             self.checks[bias] += 1
             self.copies[bias] += want.source_column >= 0
             problem = check_fused_copy_info(want, got) or self._check_bytes(row, want, states)
+            if spoiled:
+                problem = problem or "a state of a row that moves nothing has changed"
             if problem:
                 mismatches.append(Mismatch(row.request_id, f"{problem}; expected {want}, fused {got}, row {row}"))
         self.num_mismatches += len(mismatches)
@@ -121,11 +136,18 @@ class ExpectedCopies:
     rows: list[RowBefore]
     infos: list[PrecopyInfo]
     states: list[list[torch.Tensor]]  # none for a row that moves nothing
+    checksums: torch.Tensor  # of the states of those rows
 
 
 def bytes_of(block: torch.Tensor) -> torch.Tensor:
     """A block's bytes, uint8 `[bytes]`."""
     return block.contiguous().view(-1).view(torch.uint8)
+
+
+def checksum(blocks: torch.Tensor) -> torch.Tensor:
+    """Sums of blocks `[n, m, ...]` read as integers: int64 `[n, m]`."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[blocks.element_size()]
+    return blocks.flatten(2).view(integers).sum(2, dtype=torch.int64)
 
 
 def check_fused_copy_info(expected: PrecopyInfo, fused: PrecopyInfo) -> str | None:

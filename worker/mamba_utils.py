@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from mambalign.kernels.batch_memcpy import batch_memcpy
-from mambalign.kernels.mamba_state_copy import CONV, MambaState, StateMeta, describe_states
+from mambalign.kernels.mamba_state_copy import CONV, MambaState, StateMeta, StateTable, describe_states
 from mambalign.kernels.postprocess_mamba import postprocess_mamba_fused
 from mambalign.kernels.precopy_mamba_align import precopy_mamba_align_fused
 from mambalign.kernels.preprocess_mamba_align import preprocess_mamba_align_fused
 from mambalign.worker.batch import ScheduledRow, SchedulerOutput
 from mambalign.worker.input_batch import InputBatch
-from mambalign.worker.mamba_columns import NULL_BLOCK, PrecopyInfo, postcopy, precopy
+from mambalign.worker.mamba_columns import NULL_BLOCK, PostcopyInfo, PrecopyInfo, postcopy, precopy
+from mambalign.worker.mamba_laws import RowBefore, check_accepted, check_moves, check_prefills, check_rows
 from mambalign.worker.state_cache import StateCache
 
 if TYPE_CHECKING:
@@ -92,16 +93,11 @@ class MambaSpecDecodeGPUContext:
         if cache.conv_layout not in ("SD", "DS"):
             raise ValueError(f"conv layout {cache.conv_layout!r} is neither SD nor DS")
         self.device = devices.pop()
-        self.conv_state_dim_first = cache.conv_layout == "DS"
+        self.cache = cache
         self.block_tokens = cache.mamba_block_tokens
-        self.max_num_reqs = max_num_reqs
-        on_gpu = self.device.type == "cuda"
-        self.copy_block_size = copy_block_size or (COPY_BLOCK_SIZE if on_gpu else INTERPRETED_COPY_BLOCK_SIZE)
-        self.num_programs = num_programs
-        self.metas, tile_states = describe_states(self.states, self.conv_state_dim_first, self.copy_block_size)
-        self.state_meta = torch.tensor(self.metas, dtype=torch.int64, device=self.device)
-        self.tile_state = torch.tensor(tile_states, dtype=torch.int32, device=self.device)
-        self.tickets = torch.zeros(2, dtype=torch.int32, device=self.device)
+        if copy_block_size is None:
+            copy_block_size = COPY_BLOCK_SIZE if self.device.type == "cuda" else INTERPRETED_COPY_BLOCK_SIZE
+        self.state_table = StateTable.of(self.states, cache.conv_layout == "DS", copy_block_size, num_programs)
 
         num_groups = 1 + max(state.group for state in self.states)
         self._staged = CpuGpuBuffer(6 * max_num_reqs + 1, dtype=torch.int32, device=self.device)
@@ -115,17 +111,25 @@ class MambaSpecDecodeGPUContext:
             max_num_reqs, num_groups, table_width, dtype=torch.int32, device=self.device, fill=NULL_BLOCK
         )
         self.num_accepted = torch.ones(max_num_reqs, dtype=torch.int32, device=self.device)
+        self._last_scheduled: tuple[list[int], torch.Tensor | None] = ([], None)
 
     @property
     def staging_bytes(self) -> int:
         """Device memory of metadata and staging buffers."""
-        tensors = (self.state_meta, self.tile_state, self._staged.gpu, self.block_table_buf.gpu, self.num_accepted)
-        return sum(tensor.nbytes for tensor in tensors)
+        tensors = (self._staged.gpu, self.block_table_buf.gpu, self.num_accepted)
+        return self.state_table.nbytes + sum(tensor.nbytes for tensor in tensors)
 
     def stage(self, num_reqs: int) -> None:
         """Send what the host has written for batch rows `0 .. num_reqs-1`."""
         self._staged.copy_to_gpu()
         self.block_table_buf.copy_to_gpu(num_reqs)
+
+    def send_num_scheduled(self, num_scheduled: list[int]) -> torch.Tensor:
+        """Tokens of each row on the device (V2), int32; sent when they change, which decode rows seldom do."""
+        if self._last_scheduled[0] != num_scheduled:
+            pinned = torch.tensor(num_scheduled, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+            self._last_scheduled = (num_scheduled, pinned.to(self.device, non_blocking=True))
+        return self._last_scheduled[1]
 
     def run_fused_precopy(
         self, num_reqs: int, *, idx_mapping: torch.Tensor | None = None, use_work_list: bool = True
@@ -140,12 +144,7 @@ class MambaSpecDecodeGPUContext:
             self.work_list_buf.gpu if use_work_list else None,
             self.work_count_buf.gpu if use_work_list else None,
             num_reqs,
-            self.state_meta,
-            self.tile_state,
-            self.tickets,
-            self.conv_state_dim_first,
-            self.copy_block_size,
-            self.num_programs,
+            self.state_table,
         )
 
     def run_fused_postprocess(
@@ -155,25 +154,37 @@ class MambaSpecDecodeGPUContext:
         num_kept: torch.Tensor | None = None,
         num_computed: torch.Tensor | None = None,
         idx_mapping: torch.Tensor | None = None,
+        checked: bool = False,
     ) -> None:
-        """Keep crossed boundaries and write `num_accepted`. V2 passes its own counts; V1 has staged them."""
+        """Keep crossed boundaries and write `num_accepted`. V2 passes its own counts; V1 has staged them.
+
+        `checked` (V2; V1 has checked its own) reads the counts back and asserts what a wrong schedule would break.
+        """
+        num_kept = self.num_kept_buf.gpu if num_kept is None else num_kept
+        num_computed = self.num_computed_buf.gpu if num_computed is None else num_computed
+        if checked:
+            self._check_postprocess(num_kept, num_computed, idx_mapping)
         postprocess_mamba_fused(
-            self.num_kept_buf.gpu if num_kept is None else num_kept,
-            self.num_computed_buf.gpu if num_computed is None else num_computed,
+            num_kept,
+            num_computed,
             self.mamba_state_idx_buf.gpu,
             self.num_accepted,
             self.block_table_buf.gpu,
             idx_mapping,
             num_reqs,
             self.block_tokens,
-            self.state_meta,
-            self.tile_state,
-            self.tickets,
-            self.conv_state_dim_first,
-            self.copy_block_size,
-            self.num_programs,
+            self.state_table,
         )
 
+    def _check_postprocess(self, num_kept: torch.Tensor, num_computed: torch.Tensor, idx_mapping: torch.Tensor) -> None:
+        tables = self.block_table_buf.gpu[:, 0].cpu().numpy()
+        columns, n, moves = self.mamba_state_idx_buf.gpu.tolist(), num_computed.tolist(), []
+        for slot, kept in zip(idx_mapping.tolist(), num_kept.tolist(), strict=True):
+            if slot >= 0 and kept:
+                check_accepted(f"in slot {slot}", kept, self.cache)
+                move = _post_move(postcopy(columns[slot], n[slot], kept, self.block_tokens))
+                moves += [(f"in slot {slot}", tables[slot], move)] if move is not None else []
+        check_moves(moves)
 
     def read_decisions(self, slots: torch.Tensor) -> list[PrecopyInfo]:
         """The last pre-copy's decisions of these slots (V1: batch rows), read back from the device."""
@@ -243,28 +254,28 @@ def preprocess_mamba(
 
     V1 (an InputBatch) decides here: it writes the rows' block tables, running columns and `num_accepted`, and
     `scheduler_output.mamba_precopy_info`. V2 (a SlotBatch and `idx_mapping`, int32, row -> slot) decides on the
-    device, in slot order, and reads nothing back unless a checker asks. `checked` asserts the laws of DESIGN section 2
-    that a wrong schedule would break.
+    device, in slot order, and reads nothing back but for a checker or `checked`. `checked` asserts the laws of DESIGN
+    section 2 that a wrong schedule would break.
     """
     checker = checker if checker is not None and checker.wants_step() else None
     if idx_mapping is not None:
-        return _preprocess_slots(scheduler_output, input_batch, align_ctx, idx_mapping, checker)
+        return _preprocess_slots(scheduler_output, input_batch, cache, align_ctx, idx_mapping, checker, checked)
     rows, block_tokens = scheduler_output.rows, cache.mamba_block_tokens
     batch_rows = [input_batch.set_blocks(scheduled) for scheduled in rows]
     columns, accepted = (
         values[batch_rows].tolist() for values in (input_batch.mamba_state_idx, input_batch.num_accepted)
     )
-    expected = checker.expect(_rows_before(input_batch, batch_rows, rows)) if checker else None
+    before = _rows_before(input_batch, batch_rows, rows) if checker or checked else []
+    expected = checker.expect(before) if checker else None
     infos = [
         precopy(column, scheduled.num_computed_tokens, scheduled.num_tokens, a, block_tokens)
         for scheduled, column, a in zip(rows, columns, accepted, strict=True)
     ]
-    for scheduled, info in zip(rows, infos, strict=True):
-        assert scheduled.is_decode or info.token_bias == 0, f"{scheduled.request_id} prefills with {info}"
+    check_prefills(rows, infos)
     scheduler_output.mamba_precopy_info = infos
     moves = [(row, info) for row, info in zip(batch_rows, infos, strict=True) if info.source_column >= 0]
     if checked:
-        _check_moves(input_batch, moves, cache)
+        check_rows(before, infos, cache)
     fused = _resolve_fused_precopy(align_ctx, scheduler_output) if moves else None
     if fused is not None:
         align_ctx.block_table_buf.np[: len(infos), 0] = input_batch.mamba_block_table[batch_rows]
@@ -277,17 +288,6 @@ def preprocess_mamba(
     if checker:
         mismatches = checker.check(expected, infos if fused is None else fused.decisions())
     return CopyCounts(len(moves), sum(info.token_bias > 0 for _, info in moves), tuple(mismatches))
-
-
-class RowBefore(NamedTuple):
-    """One row's own numbers, before a step's decisions."""
-
-    request_id: str
-    running_column: int
-    num_computed_tokens: int  # n
-    num_tokens: int  # q
-    num_accepted: int
-    table_row: np.ndarray  # int32 [columns], block ids
 
 
 def _rows_before(input_batch: InputBatch, batch_rows: list[int], rows: list[ScheduledRow]) -> list[RowBefore]:
@@ -307,17 +307,23 @@ def _rows_before(input_batch: InputBatch, batch_rows: list[int], rows: list[Sche
 def _preprocess_slots(
     scheduler_output: SchedulerOutput,
     batch: "SlotBatch",
+    cache: StateCache,
     ctx: MambaSpecDecodeGPUContext,
     idx_mapping: torch.Tensor,
     checker: "FusedCopyChecker | None",
+    checked: bool,
 ) -> CopyCounts:
-    """V2: two launches, the decisions and the copies they ask for; nothing is read back without a checker."""
+    """V2: two launches, the decisions and the copies they ask for."""
     rows = scheduler_output.rows
-    expected = checker.expect(_slots_before(scheduler_output, batch, ctx, idx_mapping)) if checker else None
-    num_scheduled = batch.to_device([row.num_tokens for row in rows], torch.int32)
+    before = _slots_before(rows, batch, ctx, idx_mapping) if checker or checked else []
+    if checked:
+        infos = [row.precopy(ctx.block_tokens) for row in before]
+        check_prefills(rows, infos)
+        check_rows(before, infos, cache)
+    expected = checker.expect(before) if checker else None
     preprocess_mamba_align_fused(
         idx_mapping,
-        num_scheduled,
+        ctx.send_num_scheduled([len(row.token_ids) for row in rows]),
         batch.num_computed,
         batch.running_column,
         batch.num_accepted,
@@ -337,7 +343,7 @@ def _preprocess_slots(
 
 
 def _slots_before(
-    scheduler_output: SchedulerOutput, batch: "SlotBatch", ctx: MambaSpecDecodeGPUContext, idx_mapping: torch.Tensor
+    rows: list[ScheduledRow], batch: "SlotBatch", ctx: MambaSpecDecodeGPUContext, idx_mapping: torch.Tensor
 ) -> list[RowBefore]:
     slots = idx_mapping.long()
     device = (batch.running_column, batch.num_computed, batch.num_accepted)
@@ -345,7 +351,7 @@ def _slots_before(
     tables = ctx.block_table_buf.gpu[slots, 0].cpu().numpy()
     return [
         RowBefore(row.request_id, columns[i], computed[i], row.num_tokens, accepted[i], tables[i])
-        for i, row in enumerate(scheduler_output.rows)
+        for i, row in enumerate(rows)
     ]
 
 
@@ -373,19 +379,25 @@ def postprocess_mamba(
         assert 1 <= kept <= scheduled.num_tokens, f"{scheduled.request_id} kept {kept} of {scheduled.num_tokens}"
         column = int(input_batch.mamba_state_idx[row])
         info = postcopy(column, scheduled.num_computed_tokens, kept, block_tokens)
-        ends_on_boundary = info is not None and info.dest_column == column
-        if not ends_on_boundary:
+        if info is None or info.dest_column != column:
             input_batch.num_accepted[row] = kept
-        if info is not None and not (ends_on_boundary and info.token_bias == 0):
-            moves.append((row, PrecopyInfo(column, info.dest_column, info.token_bias)))
+        if (move := _post_move(info)) is not None:
+            moves.append((row, move))
     if checked:
-        _check_moves(input_batch, moves, cache)
+        check_moves([(str(row), input_batch.mamba_block_table[row], move) for row, move in moves])
     if moves and align_ctx is not None:
         _stage_postprocess(scheduler_output, num_kept, input_batch, batch_rows, align_ctx)
         align_ctx.run_fused_postprocess(len(batch_rows))
     elif moves:
         _copy_scalar(input_batch, moves, cache)
     return len(moves)
+
+
+def _post_move(info: PostcopyInfo | None) -> PrecopyInfo | None:
+    """What a row copies after sampling; None when its state lies at the boundary's column already."""
+    if info is None or (info.dest_column == info.source_column and info.token_bias == 0):
+        return None
+    return PrecopyInfo(info.source_column, info.dest_column, info.token_bias)
 
 
 def _stage_postprocess(
@@ -403,31 +415,6 @@ def _stage_postprocess(
     align_ctx.mamba_state_idx_buf.np[:n] = input_batch.mamba_state_idx[batch_rows]
     align_ctx.block_table_buf.np[:n, 0] = input_batch.mamba_block_table[batch_rows]
     align_ctx.stage(n)
-
-
-def _check_moves(input_batch: InputBatch, moves: list[tuple[int, PrecopyInfo]], cache: StateCache) -> None:
-    """Checked mode: bias and columns in range, named blocks real, and no row writes what another reads or writes."""
-    table = input_batch.mamba_block_table
-    readers: dict[int, set[int]] = {}
-    writers: dict[int, int] = {}
-    for row, (source, dest, bias) in moves:
-        assert 0 <= bias <= num_spec_tokens(cache), f"row {row}: num_accepted {bias + 1} is not in 1..S+1"
-        columns = (source, source + bias, dest)
-        assert min(columns) >= 0 and max(columns) < table.shape[1], f"row {row}: {columns} leave the block table"
-        blocks = table[row, columns].tolist()
-        assert NULL_BLOCK not in blocks, f"row {row}: a column of {columns} has no block: {blocks}"
-        for block in blocks[:2]:
-            readers.setdefault(block, set()).add(row)
-        assert writers.setdefault(blocks[2], row) == row, f"rows {writers[blocks[2]]} and {row} write one block"
-    for block, row in writers.items():
-        others = readers.get(block, set()) - {row}
-        assert not others, f"row {row} writes block {block}, which rows {sorted(others)} read"
-
-
-def num_spec_tokens(cache: StateCache) -> int:
-    """S: the conv slots that a state has for drafts."""
-    state_len = cache.conv[0].shape[2 if cache.conv_layout == "DS" else 1]
-    return state_len - (cache.conv_width - 1)
 
 
 class MambaCopySpec(NamedTuple):
@@ -495,7 +482,7 @@ def do_mamba_copy_block(copies: MambaCopyList, device: torch.device | str) -> No
 
 def _copy_scalar(input_batch: InputBatch, moves: list[tuple[int, PrecopyInfo]], cache: StateCache) -> None:
     states = mamba_states(cache)
-    metas, _ = describe_states(states, cache.conv_layout == "DS", COPY_BLOCK_SIZE)
+    metas = describe_states(states, cache.conv_layout == "DS", COPY_BLOCK_SIZE)
     copies = MambaCopyList()
     for row, info in moves:
         collect_mamba_copy_meta(copies, metas, cache.conv_layout, input_batch.mamba_block_table[row], info)

@@ -72,6 +72,7 @@ class Cache:
 
     def __init__(self, shape: Shape, attend: Attend, write=write_kv_varlen, dtype=torch.float32, device="cpu", seed=0):
         self.shape, self.attend, self.write, self.dtype, self.device = shape, attend, write, dtype, device
+        self.slack = 1  # the bounds of a captured launch are seldom reached
         num_blocks = 12 + 4096 // shape.kv_block_tokens
         pool = (num_blocks, shape.kv_block_tokens, shape.kv_heads, shape.head_dim)
         self.keys, self.values = torch.full((2, *pool), torch.nan, dtype=dtype, device=device).unbind()
@@ -102,8 +103,8 @@ class Cache:
             query_len=ints([0, *lens]),
             context_len=ints([0, *(part.start for part in parts)]),
             block_table=ints(table),
-            max_query_len=max(lens),
-            max_context_len=max(part.stop for part in parts) + 5,
+            max_query_len=max(lens) + self.slack,
+            max_context_len=max(part.stop for part in parts) + 40,
             first_key=first_key,
         )
         self.write(self.keys, self.values, key, value, torch.tensor([*slots, -1], device=self.device))
@@ -239,7 +240,13 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
     caches = torch.zeros(2, 3, 4, 2, 8).unbind()
     one = torch.ones(1, dtype=torch.int32)
     rows = AttentionRows(one, one, one, one[None], 1, 1)
-    for query in (torch.zeros(1, 4, 7), torch.zeros(1, 5, 8), torch.zeros(1, 4, 8).half(), torch.zeros(1, 8, 4).mT):
+    for query in (
+        torch.zeros(1, 4, 7),
+        torch.zeros(1, 5, 8),
+        torch.zeros(1, 66, 8),
+        torch.zeros(1, 4, 8).half(),
+        torch.zeros(1, 8, 4).mT,
+    ):
         with pytest.raises(ValueError):
             paged_attention_varlen(query, *caches, rows, 1.0)
     with pytest.raises(ValueError):
@@ -262,8 +269,8 @@ def kernels(device: str):
 
 SMALL = [Shape(4, 2, 16, 4), Shape(6, 2, 10, 7), Shape(3, 1, 33, 16)]
 GPU_SHAPES = [Shape(32, 8, 128, 16), Shape(4, 2, 64, 16), Shape(5, 1, 128, 256)]
-TILES = {} if ON_GPU else {"split_tokens": 32, "key_tile": 16, "tile_rows": 16}
-DTYPES = [torch.float32, torch.bfloat16]
+TILES = {} if ON_GPU else {"split_tokens": 32, "tile": (16, 16)}
+DTYPES = [torch.float32, torch.bfloat16 if ON_GPU else torch.float16]  # the interpreter multiplies bf16 as integers
 
 
 def triton_cache(kernels, shape: Shape, by_split: bool | None, dtype: torch.dtype, device: str, seed: int = 0) -> Cache:
@@ -284,23 +291,24 @@ def test_kernel_values(kernels, device: str, shape: Shape, dtype: torch.dtype) -
         cache.step(texts, [2, 2, 2], first_key)
         for text in texts:
             want = dense(text, shape, first_key).to(dtype)
-            torch.testing.assert_close(text.output.cpu(), want, **tolerance("kernel", dtype))
+            close = tolerance("kernel", torch.float32 if dtype == torch.float32 else torch.bfloat16)
+            torch.testing.assert_close(text.output.cpu(), want, **close)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES if ON_GPU else DTYPES[:1])
 @pytest.mark.parametrize("shape", GPU_SHAPES if ON_GPU else SMALL[:2])
 def test_kernel_bits(kernels, device: str, shape: Shape, dtype: torch.dtype) -> None:
     """One query or a few at a time, splits side by side or not, alone or in a batch: as one whole prefill."""
-    lengths = EDGES if ON_GPU else [1, 15, 17, 31, 33, 65]
+    lengths = EDGES if ON_GPU else [31, 65]
     whole = [triton_cache(kernels, shape, False, dtype, device).run(n + 4, n, [n + 4]) for n in lengths]
     most = 16 // (shape.num_heads // shape.kv_heads)  # queries of the tests' tile
     for length, want in zip(lengths, whole, strict=True):
         for by_split in (True, False):
-            for cuts in ([length, 1], [length, min(4, most)], [length // 2, most]):
+            for cuts in ([length, 1], [length, min(3, most)], [length * 3 // 4, most]):
                 cache = triton_cache(kernels, shape, False, dtype, device, seed=1)
                 text = Text(shape, length + 4, seed=length)
                 cache.step([text], [max(1, cuts[0])])
-                cache.attend = partial(kernels.launch_attention, by_split=by_split, **TILES)
+                cache.slack, cache.attend = 0, partial(kernels.launch_attention, by_split=by_split, **TILES)
                 while text.num_computed < len(text):
                     cache.step([text], [min(cuts[1], len(text) - text.num_computed)])
                 assert torch.equal(text.output, want), (length, by_split, cuts)
@@ -334,7 +342,7 @@ def build(kernel, kinds, constants):
     source = ASTSource(kernel, signature, constants, {place: [["tt.divisibility", 16]] for place in aligned})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 2})
 
-for kind, heads, kv_heads, dim in (("bf16", 32, 8, 128), ("bf16", 4, 1, 64), ("fp32", 4, 2, 64)):
+for kind, heads, kv_heads, dim in (("bf16", 32, 8, 128), ("bf16", 4, 1, 64), ("fp32", 4, 2, 64), ("fp32", 32, 8, 128)):
     tensor, ints = "*" + kind, "*i32"
     kinds = {"scale_log2": "fp32", "p_slot": "*i64", "p_part": "*fp32", "p_part_scalars": "*fp32"}
     kinds |= dict.fromkeys(("p_query", "p_out", "p_key_cache", "p_value_cache", "p_key", "p_value"), tensor)
@@ -342,7 +350,8 @@ for kind, heads, kv_heads, dim in (("bf16", 32, 8, 128), ("bf16", 4, 1, 64), ("f
     kinds |= dict.fromkeys(("query_stride", "table_width", "num_used", "num_splits", "first_key", "key_stride",
                             "value_stride"), "i32")
     shape = {"GROUP": heads // kv_heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim, "BLOCK_D": dim, "SPLIT_TOKENS": 512}
-    tiles = {"KV_BLOCK": 16, "KEY_TILE": a.KEY_TILE, "TILE_ROWS": a.TILE_ROWS}
+    rows, keys = a.TILES[4 if kind == "fp32" else 2]
+    tiles = {"KV_BLOCK": 16, "KEY_TILE": keys, "TILE_ROWS": rows}
     for kernel, constants in (
         (a.attention_splits_kernel, shape | tiles),
         (a.attention_rows_kernel, shape | tiles),
@@ -358,4 +367,4 @@ def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("shared") == 12
+    assert done.stdout.count("shared") == 16

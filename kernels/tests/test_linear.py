@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mambalign.kernels import linear as module
+from mambalign.kernels.activation import relu2
 from mambalign.kernels.linear import BLOCK_ROWS, MAX_ROWS, check_linear_invariance, linear
 from mambalign.kernels.tolerances import tolerance
 
@@ -92,3 +93,44 @@ def test_a_library_without_any_invariant_way_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(module.torch, "mm", mm)
     with pytest.raises(RuntimeError, match="no batch-invariant way"):
         check_linear_invariance([torch.randn(16, 8)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_activation_and_fp32_results_are_separate_steps(dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(9, 32).to(dtype), torch.randn(32, 24).to(dtype), torch.randn(24).to(dtype)
+    want = relu2(linear(x, weight) + bias)
+    assert torch.equal(linear(x, weight, bias, activation="relu2"), want)
+    widened = linear(x, weight, out_dtype=torch.float32)
+    assert widened.dtype == torch.float32 and torch.equal(widened, linear(x, weight).float())
+
+
+def test_row_counts_of_the_library_are_padded_by_an_eighth_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (64, 32, torch.bfloat16)
+    monkeypatch.setattr(module, "_library_rows", {shape: {2048, 512}})
+    counts = {num_rows: module._library_row_count(num_rows, shape) for num_rows in (1, 448, 456, 512, 513, 2000, 2049)}
+    assert counts == {1: 0, 448: 0, 456: 512, 512: 512, 513: 0, 2000: 2048, 2049: 0}
+    assert module._library_row_count(512, (64, 33, torch.bfloat16)) == 0
+    padded = module._pad_rows(torch.ones(3, 2), 5)
+    assert padded.sum() == 6 and padded.shape == (5, 2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("k", "n"), [(4096, 18560), (4096, 4096), (21504, 4096), (256, 1288), (37, 53)])
+def test_on_a_gpu_a_row_gives_the_same_bits_in_any_batch(k: int, n: int, dtype: torch.dtype) -> None:
+    """Kernel and library alike, before and after a capture."""
+    x, weight = (tensor.cuda() for tensor in cancelling(600, k, n, dtype))
+    assert check_linear_invariance([weight]) == []
+    want, sums = linear(x, weight), linear(x, weight, out_dtype=torch.float32)
+    for num_rows in (1, 2, 16, 33, 100, 128, 200, 256, 512):
+        for first in (0, 1, 600 - num_rows):
+            rows = slice(first, first + num_rows)
+            assert torch.equal(linear(x[rows], weight), want[rows])
+            assert torch.equal(linear(x[rows], weight, out_dtype=torch.float32), sums[rows])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = linear(x[:4], weight)
+    for _ in range(3):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, want[:4])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mambalign.kernels.batch_memcpy import batch_memcpy, batch_memcpy_reference
-from mambalign.kernels.mamba_state_copy import MambaState, describe_states
+from mambalign.kernels.mamba_state_copy import MambaState, StateTable, describe_states
 from mambalign.kernels.postprocess_mamba import postprocess_mamba_fused, postprocess_mamba_fused_reference
 from mambalign.kernels.precopy_mamba_align import (
     precopy_mamba_align_fused,
@@ -51,9 +51,10 @@ class Case:
     def __init__(self, device: str, layout: str, num_blocks: int = 64, width: int = 12):
         self.device, self.layout, self.num_blocks, self.width = device, layout, num_blocks, width
         self.states: list = []
+        self._states: StateTable | None = None
+        self.num_programs: int | None = None
         self.num_groups = 1
         self.rng = random.Random(0)
-        self.tickets = torch.zeros(2, dtype=torch.int32, device=device)
 
     def add(self, kind: str, shape: tuple[int, ...], dtype=torch.float32, group: int = 0, tensor=None) -> "Case":
         """A state; `shape` of a conv state is (state_len, dim) in either layout."""
@@ -126,19 +127,16 @@ class Case:
         return results
 
     def check(self, expected: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        assert self.tickets.tolist() == [0, 0]
+        assert self.table_of_states().tickets.tolist() == [0]
         for state, (after, defined) in zip(self.states, expected, strict=True):
             wrong = (bits(state.tensor) != after) & defined
             assert not wrong.any(), f"{state.kind} {tuple(state.tensor.shape)}: {wrong.nonzero()[:4].tolist()}"
 
-    def metadata(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Metadata table, tile table and tickets."""
-        metas, tile_states = describe_states(self.states, self.layout == "DS", BLOCK)
-        return (
-            torch.tensor(metas, dtype=torch.int64, device=self.device),
-            torch.tensor(tile_states, dtype=torch.int32, device=self.device),
-            self.tickets,
-        )
+    def table_of_states(self) -> StateTable:
+        """The same for every launch of the case."""
+        if self._states is None:
+            self._states = StateTable.of(self.states, self.layout == "DS", BLOCK, self.num_programs)
+        return self._states
 
     def int32(self, values) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
@@ -160,9 +158,7 @@ class Case:
             None if work_list is None else self.int32([*work_list, -99]),  # what follows the list is never read
             None if work_list is None else self.int32([len(work_list)]),
             len(self.decisions) if num_reqs is None else num_reqs,
-            *self.metadata(),
-            self.layout == "DS",
-            BLOCK,
+            self.table_of_states(),
         )
 
     def moving(self) -> list[int]:
@@ -197,6 +193,37 @@ def test_reference_moves_every_bias(layout):
     for bias in range(4):
         case.decide(bias, 1, 2, bias)
     check_precopy(case, function=precopy_mamba_align_fused_reference)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("num_programs", [1, 3, 40])
+def test_any_number_of_programs_shares_the_tiles(device, layout, num_programs):
+    """Fewer programs than tiles and more; launch after launch finds the tickets in place, also where no tile moves."""
+    case = Case(device, layout, num_blocks=40, width=6)
+    case.num_programs = num_programs
+    case.add("temporal", (2, BLOCK // 4)).add("conv", (6, 100), torch.bfloat16).add("carry", (5,)).add("conv", (6, 9))
+    case.prepare(5)
+    for slot, bias in enumerate((1, 0, 1, 3, 2)):  # with a bias of 1 the temporal state lies at its destination
+        case.decide(slot, 1, 2, bias)
+    states = case.table_of_states()
+    assert states.tile_state.tolist() == [1] * 2 + [3] + [0] * 2 + [2] and states.num_conv_tiles == 3
+    before, expected = [state.tensor.clone() for state in case.states], case.expected(list(range(5)))
+    for work_list in (None, [4, 0, 3, 2, 1]):
+        for state, tensor in zip(case.states, before, strict=True):
+            state.tensor.copy_(tensor)
+        case.run_precopy(work_list=work_list)
+        case.check(expected)
+
+
+def test_a_state_without_a_conv_has_no_tiles_where_it_lies_already(device):
+    case = Case(device, "SD", num_blocks=16, width=4).add("temporal", (3, BLOCK))
+    case.prepare(2)
+    case.decide(0, 0, 1, 1)
+    case.decide(1, 0, 1, 2)
+    expected = case.expected([0])
+    case.run_precopy(work_list=[0])
+    case.check(expected)
+    check_precopy(case)
 
 
 @LAYOUTS
@@ -369,7 +396,7 @@ def test_precopy_matches_v1_copy_specs(device, layout, num_spec_tokens):
 
     for state, tensor in zip(case.states, before, strict=True):
         state.tensor.copy_(tensor)
-    metas, _ = describe_states(case.states, layout == "DS", BLOCK)
+    metas = describe_states(case.states, layout == "DS", BLOCK)
     copies = MambaCopyList()
     for slot, decision in enumerate(case.decisions):
         info = PrecopyInfo(*decision)
@@ -389,7 +416,7 @@ def test_precopy_matches_v1_copy_specs(device, layout, num_spec_tokens):
 def test_ds_conv_copy_spec_reproduces_multi_accept_assert(device):
     """A DS tail is not contiguous: the scalar path refuses it, the fused kernel copies it."""
     case = small_case(device, "DS", 2)
-    metas, _ = describe_states(case.states, True, BLOCK)
+    metas = describe_states(case.states, True, BLOCK)
     row = case.table[0, 0].numpy()
     assert get_conv_copy_spec(metas[0], row, 1, 1, "DS").num_bytes == metas[0].inner_size
     for num_accepted in (2, 3, 4):
@@ -452,9 +479,7 @@ class PostCase(Case):
             None if idx_mapping is None else self.int32(idx_mapping),
             len(slots),
             self.block_tokens,
-            *self.metadata(),
-            self.layout == "DS",
-            BLOCK,
+            self.table_of_states(),
         )
         return num_accepted
 
@@ -618,22 +643,21 @@ def test_alternating_draft_counts_around_a_boundary(device, layout):
     names |= {"work_list": [0] * num, "work_count": [0], "totals": [0, 0]}
     state = as_tensors(names, device)
     mapping = case.int32(case.rng.sample(range(num), num))
-    table, metadata = case.table.to(device), case.metadata()
+    table, states = case.table.to(device), case.table_of_states()
     for q, kept in ((None, None), (1, 1), (4, 2), (4, 4)):
         qs = [(q or starts[slot][1]) for slot in mapping.tolist()]
         keeps = [(kept or starts[slot][2]) for slot in mapping.tolist()]
         run_preprocess(state, mapping, case.int32(qs), B)
         precopy_mamba_align_fused(
             state["source"], state["column"], state["bias"], table, mapping, state["work_list"], state["work_count"],
-            num, *metadata, layout == "DS", BLOCK,
+            num, states,
         )  # fmt: skip
         columns, accepted, before = (state[k].tolist() for k in ("column", "accepted", "n"))
         for row, slot in enumerate(mapping.tolist()):
             text.forward(slot, before[slot], qs[row], columns[slot], accepted[slot])
         postprocess_mamba_fused(
-            case.int32(keeps), state["n"], state["column"], state["accepted"], table, mapping, num, B, *metadata,
-            layout == "DS", BLOCK,
-        )  # fmt: skip
+            case.int32(keeps), state["n"], state["column"], state["accepted"], table, mapping, num, B, states
+        )
         state["n"][mapping.long()] += case.int32(keeps)
         for row, slot in enumerate(mapping.tolist()):
             boundary = (before[slot] + keeps[row]) // B * B

@@ -15,10 +15,10 @@ from mambalign.worker.batch import NewRow, ScheduledRow, SchedulerOutput
 from mambalign.worker.fused_copy_check import FusedCopyChecker, check_fused_copy_info
 from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import PrecopyInfo, precopy
+from mambalign.worker.mamba_laws import RowBefore
 from mambalign.worker.mamba_utils import (
     CopyCounts,
     MambaSpecDecodeGPUContext,
-    RowBefore,
     mamba_states,
     preprocess_mamba,
 )
@@ -343,6 +343,21 @@ def test_a_copy_that_spoils_a_state_which_stays_is_caught(monkeypatch, runner):
     monkeypatch.setattr(mamba_utils, "precopy_mamba_align_fused", broken)
     steps.append(Step(runner, "SD", 3, [Row(2)]))
     assert steps[0].failed() == ["0"]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("column", [0, 2])  # where it runs, and where its live temporal state lies
+def test_a_copy_that_spoils_a_row_which_moves_nothing_is_caught(monkeypatch, runner, column):
+    def broken(*arguments):
+        precopy_mamba_align_fused(*arguments)
+        bits = steps[0].cache.temporal[1][steps[0].blocks(1)[column]].view(torch.int16)
+        bits[-1] ^= 1
+
+    steps = []
+    monkeypatch.setattr(mamba_utils, "precopy_mamba_align_fused", broken)
+    steps.append(Step(runner, "SD", 3, [Row(2), Row(3, moves=False), Row(3, moves=False)]))
+    assert steps[0].failed() == ["1"]
+    assert steps[0].checker.checks == {1: 1, 2: 2}
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

@@ -17,6 +17,7 @@ from mambalign.worker.mamba_utils import (
     preprocess_mamba,
 )
 from mambalign.worker.sampling_params import SamplingParams
+from mambalign.worker.slot_batch import SlotBatch
 from mambalign.worker.state_cache import StateCache, StateSpec
 
 W, DIM, HIDDEN = 4, 5, 3
@@ -197,6 +198,36 @@ def test_a_step_without_a_crossing_moves_nothing():
         assert torch.equal(state.tensor.view(torch.uint8), old.view(torch.uint8))
 
 
+def slot_batch(
+    cache: StateCache,
+    columns_and_accepted: list[tuple[int, int]],
+    n: list[int],
+    tables: list[dict[int, int]],
+) -> tuple[SlotBatch, torch.Tensor]:
+    """The same rows as V2 holds them, and their slots, which are not in row order."""
+    batch = SlotBatch(MambaSpecDecodeGPUContext(cache, 4, 8), 4, 3, 0)
+    slots = torch.tensor([2, 0][: len(n)])
+    batch.running_column[slots], batch.num_accepted[slots] = torch.tensor(columns_and_accepted, dtype=torch.int32).T
+    batch.num_computed[slots] = torch.tensor(n, dtype=torch.int32)
+    batch.set_block_tables(slots, tables)
+    return batch, slots.int()
+
+
+PATHS = pytest.mark.parametrize("path", ["scalar", "fused", "slots"])
+
+
+def preprocess_checked(path: str, output: SchedulerOutput, *columns_and_accepted: tuple[int, int]) -> None:
+    cache = make_cache("SD", 8, 3, 20)
+    if path == "slots":
+        n, tables = zip(*((each.num_computed_tokens, each.mamba_blocks) for each in output.rows), strict=True)
+        batch, idx_mapping = slot_batch(cache, list(columns_and_accepted), list(n), list(tables))
+        options = {"align_ctx": batch.align_ctx, "idx_mapping": idx_mapping}
+    else:
+        batch = make_batch(*columns_and_accepted)
+        options = {"align_ctx": MambaSpecDecodeGPUContext(cache, 4, 8) if path == "fused" else None}
+    preprocess_mamba(output, batch, cache, checked=True, **options)
+
+
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
@@ -205,22 +236,58 @@ def test_a_step_without_a_crossing_moves_nothing():
         (({0: 1, 1: 0}, {0: 2, 1: 3}), "no block"),
     ],
 )
-@pytest.mark.parametrize("fused", [True, False])
-def test_checked_mode_refuses_a_schedule_that_breaks_a_law(tables, message, fused):
-    cache = make_cache("SD", 8, 3, 20)
-    batch = make_batch((0, 1), (0, 1))
-    ctx = MambaSpecDecodeGPUContext(cache, 4, 8) if fused else None
+@PATHS
+def test_checked_mode_refuses_a_schedule_that_breaks_a_law(tables, message, path):
     output = SchedulerOutput([row(str(i), 8, 1, blocks) for i, blocks in enumerate(tables)])
     with pytest.raises(AssertionError, match=message):
-        preprocess_mamba(output, batch, cache, align_ctx=ctx, checked=True)
+        preprocess_checked(path, output, (0, 1), (0, 1))
 
 
-def test_checked_mode_refuses_a_stale_accepted_count():
-    cache = make_cache("SD", 8, 3, 20)
+@PATHS
+@pytest.mark.parametrize("n", [8, 7])  # a row that moves, and one that does not
+def test_checked_mode_refuses_a_stale_accepted_count(path, n):
     for accepted in (0, 5):
-        output = SchedulerOutput([row("0", 8, 1, {0: 1, 1: 2, 4: 3, 5: 4})])
+        output = SchedulerOutput([row("0", n, 1, {0: 1, 1: 2, 4: 3, 5: 4})])
         with pytest.raises(AssertionError, match="num_accepted"):
-            preprocess_mamba(output, make_batch((0, accepted)), cache, checked=True)
+            preprocess_checked(path, output, (0, accepted))
+
+
+@PATHS
+def test_checked_mode_refuses_a_prefill_row_with_a_shift(path):
+    output = SchedulerOutput([row("0", 7, 1, {0: 1, 1: 2}, is_decode=False)])
+    with pytest.raises(AssertionError, match="prefills"):
+        preprocess_checked(path, output, (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("tables", "kept", "message"),
+    [
+        (({0: 1, 1: 2}, {0: 3, 1: 4}), [2, 5], "num_accepted 5"),
+        (({0: 1, 1: 2}, {0: 1, 1: 4}), [2, 2], "one block"),
+        (({0: 1, 1: 2}, {0: 2, 1: 4}), [2, 2], "which rows"),
+        (({0: 1, 1: 2}, {1: 4}), [2, 2], "no block"),
+    ],
+)
+def test_checked_mode_refuses_a_boundary_that_breaks_a_law(tables, kept, message):
+    """V2, after sampling: both rows run in column 1, and keep the state after 8 tokens in column 0."""
+    batch, idx_mapping = slot_batch(make_cache("SD", 8, 3, 20), [(1, 1), (1, 1)], [7, 7], list(tables))
+    with pytest.raises(AssertionError, match=message):
+        batch.align_ctx.run_fused_postprocess(
+            2,
+            num_kept=torch.tensor(kept, dtype=torch.int32),
+            num_computed=batch.num_computed,
+            idx_mapping=idx_mapping,
+            checked=True,
+        )
+
+
+def test_row_sizes_are_sent_when_they_change():
+    ctx = MambaSpecDecodeGPUContext(make_cache("SD", 8, 3, 20), 4, 8)
+    sent = ctx.send_num_scheduled([4, 4])
+    assert ctx.send_num_scheduled([4, 4]) is sent
+    for counts in ([4, 1], [4], [4, 4]):
+        assert ctx.send_num_scheduled(counts).tolist() == counts
+    assert sent.tolist() == [4, 4]
 
 
 def test_several_rows_resume_from_one_published_block():

@@ -1,0 +1,331 @@
+#!/usr/bin/env python3
+"""How fast the kernels of a forward pass are at the sizes of an 8B Nemotron-H, beside the device's limits.
+
+A time is the median of some replays of a CUDA graph of 20 calls, over several copies of a weight or state, so that
+nothing comes from the L2 cache. The limit of a call is the larger of its bytes at the measured copy rate and its
+operations at 790 TFLOP/s. The first lines are the ceilings; the last is one JSON object. `--tiles` tries the tiles of
+the linear layer instead, and prints the best of each table line. Needs a CUDA device.
+"""
+
+import argparse
+import importlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+
+import torch
+import triton
+
+from mambalign.kernels import linear_triton
+from mambalign.kernels.activation import relu2
+from mambalign.kernels.attention_rows import AttentionRows
+from mambalign.kernels.linear_triton import Tiles, linear_on_gpu, segments_of, tiles_for
+from mambalign.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_gated
+from mambalign.kernels.rows import MambaRows
+from mambalign.kernels.sampling import accept_drafts, argmax_rows
+
+DEVICE = "cuda"
+HIDDEN, UP, VOCAB, MAMBA_WIDTH, IN_PROJ = 4096, 21504, 131072, 8192, 18560
+WEIGHTS = {  # name: (K, N)
+    "in_proj": (HIDDEN, IN_PROJ),
+    "out_proj": (MAMBA_WIDTH, HIDDEN),
+    "up": (HIDDEN, UP),
+    "down": (UP, HIDDEN),
+    "qkv": (HIDDEN, 6144),
+    "o": (HIDDEN, HIDDEN),
+    "head": (HIDDEN, VOCAB),
+}
+ROWS = (1, 4, 32, 128, 256, 512, 8192)
+HEAD_ROWS = 512  # most rows of which logits are taken
+HEADS, HEAD_DIM, D_STATE, GROUPS, CONV_DIM, CONV_WIDTH, DRAFTS = 128, 64, 128, 8, 10240, 4, 3
+QUERY_HEADS, KV_HEADS, ATTENTION_DIM, KV_BLOCK = 32, 8, 128, 16
+CALLS = 20  # of a graph
+COLD_BYTES = 256 << 20  # more than the L2 cache holds
+TFLOPS = 790.0
+
+
+def graph_times(calls: list[Callable[[], object]], replays: int) -> list[float]:
+    """Microseconds a call, one number a replay."""
+    for call in calls[:2]:
+        call()  # compile
+    torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    for i in range(replays + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if i:
+            times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return times
+
+
+def copy_rate(num_bytes: int = 2 << 30) -> float:
+    """TB/s of a large copy, read plus write."""
+    source, dest = torch.empty(2, num_bytes // 4, dtype=torch.int32, device=DEVICE).unbind()
+    source.random_()
+    times = []
+    for _ in range(8):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        dest.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    return 2 * num_bytes / statistics.median(times[2:]) / 1e6
+
+
+class Bench:
+    def __init__(self, replays: int):
+        self.replays, self.tb_s, self.results = replays, copy_rate(), []
+
+    def limit_us(self, num_bytes: float, num_operations: float = 0) -> float:
+        return max(num_bytes / self.tb_s / 1e6, num_operations / TFLOPS / 1e6)
+
+    def report(self, name: str, rows: int, calls: list[Callable[[], object]], limit_us: float, **beside: float) -> None:
+        times = graph_times(calls, self.replays)
+        us = statistics.median(times)
+        line = f"{name:28} {rows:5} rows {us:9.2f} us [{min(times):.2f} .. {max(times):.2f}]"
+        line += f"  limit {limit_us:8.2f} us, {us / limit_us:5.2f} of it"
+        print(line + "".join(f"  {key} {float(value):.2f}" for key, value in beside.items()), flush=True)
+        result = {"name": name, "rows": rows, "us": round(us, 2), "min_us": round(min(times), 2)}
+        result |= {"max_us": round(max(times), 2), "limit_us": round(limit_us, 2)}
+        self.results.append(result | {key: round(float(value), 3) for key, value in beside.items()})
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+def int32(values) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int32, device=DEVICE)
+
+
+def weight_copies(k: int, n: int) -> list[torch.Tensor]:
+    return [half(k, n).div_(k**0.5) for _ in range(max(2, min(CALLS, -(-COLD_BYTES // (2 * k * n)))))]
+
+
+def bench_linear(bench: Bench, rows: list[int]) -> None:
+    for name, (k, n) in WEIGHTS.items():
+        copies = weight_copies(k, n)
+        weights = [copies[i % len(copies)] for i in range(CALLS)]
+        out_dtype = torch.float32 if name == "head" else None
+        for m in rows:
+            if name == "head" and m > HEAD_ROWS:
+                continue
+            x = half(m, k)
+            library = statistics.median(graph_times([partial(torch.mm, x, w) for w in weights], bench.replays))
+            num_bytes = 2 * k * n + 2 * m * k + (4 if out_dtype else 2) * m * n
+            is_equal = torch.equal(linear_on_gpu(x, copies[0]), torch.mm(x, copies[0]))
+            calls = [partial(linear_on_gpu, x, w, out_dtype=out_dtype) for w in weights]
+            limit = bench.limit_us(num_bytes, 2 * m * k * n)
+            bench.report(f"linear {name} {k}x{n}", m, calls, limit, cublas_us=library, equals_cublas=is_equal)
+
+
+def bench_row_kernels(bench: Bench, rows: list[int]) -> None:
+    """A few copies of the rows: at small M they stay in the L2 cache, as they do in a forward pass."""
+    weight, wide = torch.randn(HIDDEN, device=DEVICE), torch.randn(MAMBA_WIDTH, device=DEVICE)
+    for m in rows:
+        x, residual, up, gate = half(m, HIDDEN), half(m, HIDDEN), half(m, UP), half(m, IN_PROJ)[:, :MAMBA_WIDTH]
+        y = torch.randn(m, MAMBA_WIDTH, device=DEVICE)
+        calls = {  # bytes moved, call
+            "rms_norm": (4 * x.numel(), partial(rms_norm, x, weight, 1e-5)),
+            "add_rms_norm": (8 * x.numel(), partial(add_rms_norm, x, residual, weight, 1e-5)),
+            "rms_norm_gated": (8 * y.numel(), partial(rms_norm_gated, y, gate, wide, 1e-5, MAMBA_WIDTH // GROUPS)),
+            "relu2": (4 * up.numel(), partial(relu2, up)),
+        }
+        if m <= HEAD_ROWS:
+            logits, drafts = torch.randn(m, VOCAB, device=DEVICE), torch.randint(2, (m, DRAFTS), device=DEVICE)
+            target, query_len = torch.randint(2, (m, DRAFTS + 1), device=DEVICE), int32([DRAFTS + 1] * m)
+            calls["argmax_rows"] = (4 * logits.numel(), partial(argmax_rows, logits))
+            calls["accept_drafts"] = (64 * m, partial(accept_drafts, target, drafts, query_len))
+        for name, (num_bytes, call) in calls.items():
+            bench.report(name, m, [call] * CALLS, bench.limit_us(num_bytes))
+
+
+def mamba_rows(num_rows: int, q: int, keep_all: bool) -> MambaRows:
+    """Decode rows of q tokens, or prefill rows that keep their last state; row r owns q + 1 blocks."""
+    decode = q <= DRAFTS + 1
+    kept = [r * (q + 1) + 1 + t if keep_all or t == q - 1 else -1 for r in range(num_rows) for t in range(q)]
+    if not decode:
+        kept = [r if t == q - 1 else -1 for r in range(num_rows) for t in range(q)]
+    blocks = [r * (q + 1) if decode else r for r in range(num_rows)]
+    return MambaRows(
+        query_start=int32(q * r for r in range(num_rows)),
+        query_len=int32([q] * num_rows),
+        max_query_len=q,
+        conv_block=int32(blocks),
+        conv_offset=int32([0] * num_rows),
+        temporal_block=int32(blocks),
+        is_decode=int32([int(decode)] * num_rows),
+        state_block=int32(kept),
+        all_decode=decode,
+    )
+
+
+def find(module: str, name: str) -> Callable | None:
+    try:
+        return getattr(importlib.import_module(f"mambalign.kernels.{module}"), name)
+    except (ImportError, AttributeError):
+        print(f"{name}: not there")
+        return None
+
+
+def bench_mamba(bench: Bench) -> None:
+    """Conv and scan of one layer: verification of drafts in a full batch, one request, and one long prompt."""
+    scan, conv = find("mamba2_scan", "mamba2_scan_varlen"), find("causal_conv1d", "causal_conv1d_varlen")
+    params = [torch.rand(HEADS, device=DEVICE) for _ in range(3)]
+    conv_weight, conv_bias = torch.randn(CONV_WIDTH, CONV_DIM, device=DEVICE), torch.randn(CONV_DIM, device=DEVICE)
+    for num_rows, q, keep_all in ((128, 4, True), (128, 4, False), (128, 1, True), (1, 4, True), (1, 2048, False)):
+        rows, tokens = mamba_rows(num_rows, q, keep_all), num_rows * q
+        num_blocks = num_rows * (q + 1) if rows.all_decode else num_rows
+        projected = half(tokens, IN_PROJ)
+        name = f"{num_rows} rows of {q}" + (", all kept" if keep_all and q > 1 else "")
+        if scan:
+            state = torch.zeros(num_blocks, HEADS, HEAD_DIM, D_STATE, device=DEVICE)
+            x = projected[:, MAMBA_WIDTH : 2 * MAMBA_WIDTH].unflatten(1, (HEADS, HEAD_DIM))
+            b, c = projected[:, 2 * MAMBA_WIDTH : -HEADS].unflatten(1, (2, GROUPS, D_STATE)).unbind(1)
+            A, D, dt_bias = -params[0], params[1], params[2]
+            arguments = (x, projected[:, -HEADS:], b, c, A, D, dt_bias, 0.0, state, rows)
+            moved = num_rows * (1 + (q if keep_all else 1)) * 4 * HEADS * HEAD_DIM * D_STATE
+            limit = bench.limit_us(moved + tokens * (2 * CONV_DIM + 4 * MAMBA_WIDTH))
+            bench.report(f"scan {name}", tokens, [partial(scan, *arguments)] * CALLS, limit)
+        for layout in ("SD", "DS") if conv else ():
+            shape = (CONV_WIDTH - 1 + DRAFTS, CONV_DIM)
+            state = torch.zeros(
+                num_blocks, *(shape if layout == "SD" else shape[::-1]), dtype=torch.bfloat16, device=DEVICE
+            )
+            arguments = (projected[:, MAMBA_WIDTH:-HEADS], state, conv_weight, conv_bias, rows, layout)
+            limit = bench.limit_us(4 * CONV_DIM * (tokens + num_rows * CONV_WIDTH))
+            bench.report(f"conv {layout} {name}", tokens, [partial(conv, *arguments)] * CALLS, limit)
+
+
+def bench_attention(bench: Bench) -> None:
+    """One attention layer: a full batch of drafts over contexts, one request, and a prompt."""
+    attend = find("attention", "paged_attention_varlen")
+    for num_rows, q, context in ((128, 4, 2048), (1, 4, 32768), (1, 4096, 0)) if attend else ():
+        width = -(-(context + q) // KV_BLOCK)
+        keys, values = (half(num_rows * width, KV_BLOCK, KV_HEADS, ATTENTION_DIM) for _ in range(2))
+        rows = AttentionRows(
+            query_start=int32(q * r for r in range(num_rows)),
+            query_len=int32([q] * num_rows),
+            context_len=int32([context] * num_rows),
+            block_table=torch.randperm(num_rows * width, device=DEVICE).int().view(num_rows, width),
+            max_query_len=q,
+            max_context_len=context + q,
+        )
+        query = half(num_rows * q, QUERY_HEADS, ATTENTION_DIM)
+        operations = 4 * num_rows * QUERY_HEADS * ATTENTION_DIM * (q * context + q * (q + 1) // 2)
+        limit = bench.limit_us(2 * keys.numel() * 2 + 4 * query.numel(), operations)
+        calls = [partial(attend, query, keys, values, rows, ATTENTION_DIM**-0.5)] * CALLS
+        bench.report(f"attention {num_rows} rows of {q} after {context}", num_rows * q, calls, limit)
+
+
+def candidates(most_rows: int) -> Iterator[Tiles]:
+    """Tiles worth a try for so many rows."""
+    if most_rows <= 32:
+        for block_n, block_k, stages in ((64, 128, 4), (128, 64, 5), (32, 256, 4), (64, 64, 6), (64, 256, 3)):
+            yield Tiles(most_rows, block_n, block_k, 4, stages)
+        yield Tiles(most_rows, 128, 128, 8, 4)
+        yield Tiles(most_rows, 32, 128, 4, 5)
+        return
+    for block_m, block_n, warps, stages in (
+        (64, 64, 4, 5), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 8, 4), (128, 64, 4, 4), (128, 128, 8, 3),
+        (128, 128, 8, 4), (128, 128, 4, 3), (128, 256, 8, 3), (128, 256, 8, 4), (256, 128, 8, 3), (256, 128, 8, 4),
+        (256, 64, 8, 4),
+    ):  # fmt: skip
+        if block_m <= most_rows * 2 and (most_rows <= 256 or block_m * block_n >= 8192):
+            yield Tiles(block_m, block_n, 64, warps, stages)
+
+
+def sweep_tiles(bench: Bench, seconds: float) -> None:
+    """The tile with the least sum of times, over the weights of a kind, for each line of the tables."""
+    deadline, most = time.monotonic() + seconds, {0: 8192}
+    kinds = {kind: [s for s in WEIGHTS.values() if (segments_of(*s)[0] > 1) == kind] for kind in (True, False)}
+    lines = [(kind, rows) for kind in kinds for rows in (16, 32, 64, 128, 256, 512, 0)]
+    for line, (kind, most_rows) in enumerate(lines):
+        m = most.get(most_rows, most_rows)
+        shapes = [s for s in kinds[kind] if m <= HEAD_ROWS or s[1] != VOCAB]
+        tried = [t._replace(split=s) for t, s in product(candidates(m), (True, False) if kind else (False,))]
+        tried = [t for t in tried if not (m > 512 and t.split) and not (m <= 64 and kind and not t.split)]
+        tried = list(dict.fromkeys([tiles_for(m, *shapes[0], torch.bfloat16), *tried]))
+        stop = time.monotonic() + (deadline - time.monotonic()) / (len(lines) - line)
+        inputs = {s: (half(m, s[0]), weight_copies(*s)) for s in shapes}
+        compile_all(tried, inputs)
+        total = {}
+        for tiles in tried:
+            if total and time.monotonic() > stop:
+                break
+            try:
+                total[tiles] = [time_tiles(tiles, *inputs[s], bench.replays) for s in shapes]
+            except Exception as error:  # too much shared memory, and the like
+                print(f"  {tiles}: {str(error).splitlines()[0][:80]}")
+        best = min(total, key=lambda tiles: sum(total[tiles]))
+        for tiles in {best: 0, tried[0]: 0}:
+            print(f"{'segments' if kind else 'whole':9} {m:5} rows {tiles}: {[round(us, 1) for us in total[tiles]]} us")
+        print(f"    {len(total)} of {len(tried)} tried; table line: ({most_rows}, {best})", flush=True)
+        bench.results.append(
+            {"segments": kind, "rows": m, "best": best, "us": total[best], "table_us": total[tried[0]]}
+        )
+        del inputs
+
+
+def compile_all(tried: list[Tiles], inputs: dict) -> None:
+    """Side by side; whoever fails fails again where it is timed."""
+
+    def compile_one(job: tuple[Tiles, tuple]) -> None:
+        try:
+            linear_on_gpu(job[1][0], job[1][1][0], tiles=job[0])
+        except Exception:  # reported by the timing
+            return
+
+    linear_triton.tile_counters(torch.device("cuda", torch.cuda.current_device()))
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(compile_one, product(tried, inputs.values())))
+
+
+def time_tiles(tiles: Tiles, x: torch.Tensor, copies: list[torch.Tensor], replays: int) -> float:
+    if not torch.equal(linear_on_gpu(x, copies[0], tiles=tiles), linear_on_gpu(x, copies[0])):
+        print(f"  {tiles}: OTHER BITS than the table's")
+    weights = [copies[i % len(copies)] for i in range(CALLS)]
+    return statistics.median(graph_times([partial(linear_on_gpu, x, w, tiles=tiles) for w in weights], replays))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replays", type=int, default=5, help="graph replays, of which the median counts")
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="numbers of rows")
+    parser.add_argument("--only", choices=("linear", "rows", "mamba", "attention"), nargs="*", help="some of the parts")
+    parser.add_argument("--tiles", action="store_true", help="try the tiles of the linear layer, and nothing else")
+    parser.add_argument("--seconds", type=float, default=60, help="of --tiles, about")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device: the times would say nothing")
+    torch.manual_seed(0)
+    bench = Bench(options.replays)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"ceilings: copy {bench.tb_s:.2f} TB/s, read plus write; {TFLOPS:.0f} TFLOP/s, bf16")
+    parts = {
+        "linear": lambda: bench_linear(bench, options.rows),
+        "rows": lambda: bench_row_kernels(bench, options.rows),
+        "mamba": lambda: bench_mamba(bench),
+        "attention": lambda: bench_attention(bench),
+    }
+    if options.tiles:
+        sweep_tiles(bench, options.seconds)
+    for part in () if options.tiles else options.only or parts:
+        parts[part]()
+    result = {"device": torch.cuda.get_device_name(), "copy_tb_s": round(bench.tb_s, 3), "results": bench.results}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
