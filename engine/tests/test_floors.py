@@ -40,7 +40,7 @@ def test_kernels_import_torch_and_triton_only() -> None:
     """And those for a CPU numba, which no machine with a GPU needs to have."""
     allowed = {"torch", "triton", "mambalign"} | sys.stdlib_module_names
     for path in sources("kernels"):
-        for_cpu = {"numba", "numpy"} if path.parent.name == "cpu" else set()
+        for_cpu = {"llvmlite", "numba", "numpy"} if path.parent.name == "cpu" else set()
         assert {name.split(".")[0] for name in imports(path)} <= allowed | for_cpu, path
 
 
