@@ -18,7 +18,7 @@ SAMPLED = SamplingParams(max_tokens=21, temperature=0.8, top_p=0.9, seed=5, freq
 
 
 def generate(**options) -> tuple[list, LLM]:
-    llm = LLM(max_num_seqs=3, mamba_block_size=16, max_num_batched_tokens=64, **options)
+    llm = LLM(max_num_seqs=3, mamba_block_size=16, max_num_batched_tokens=64, cache_memory="48MiB", max_model_len=512, **options)
     outputs = llm.generate(PROMPTS, [GREEDY, GREEDY, SAMPLED])
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs], llm
 
@@ -51,6 +51,6 @@ def test_sizes_end_with_the_most_rows() -> None:
 def test_a_graph_is_for_decode_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = EngineCore._runner_limits
     monkeypatch.setattr(EngineCore, "_runner_limits", lambda core, n: replace(limits(core, n), decode_graphs=True))
-    llm = LLM(max_num_seqs=2, spec_tokens=0)
+    llm = LLM(max_num_seqs=2, spec_tokens=0, cache_memory="48MiB", max_model_len=512)
     llm.generate([PROMPTS[0]], SamplingParams(max_tokens=1, temperature=0.0))
     assert llm.core.runner.step.graphs.num_steps == 0
