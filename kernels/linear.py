@@ -30,7 +30,7 @@ MAX_ROWS = 512  # most rows of one call to the library; more rows are run in pie
 
 LIBRARY_ROWS = (512, 1024, 2048, 4096, 8192)  # row counts at which a GPU's library may serve
 MAX_LIBRARY_ELEMENTS = 1 << 28  # of a result that the check computes twice
-USE_LIBRARY = os.environ.get("MAMBALIGN_LIBRARY_LINEAR", "1") == "1"  # its ablation: the kernel for every row count
+USE_LIBRARY = os.environ.get("MAMBALIGN_LINEAR_LIBRARY", "1") == "1"  # its ablation: the kernel for every row count
 
 Shape = tuple[int, int, torch.dtype]
 _run_by_blocks: set[Shape] = set()  # shapes that the start-up check found wanting

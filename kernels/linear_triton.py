@@ -7,12 +7,14 @@ core adds the products of sixteen neighbouring k to its accumulator whatever the
 `kernels/linear.py` proves that on the machine at hand.
 """
 
+import os
 from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 WIDE = 16384  # columns from which one segment gives enough programs to read a weight at full speed
 LONG = 2048  # shorter K is one segment
@@ -21,10 +23,12 @@ SEGMENT_MULTIPLE: tl.constexpr = tl.constexpr(256)  # a multiple of every BLOCK_
 GROUP_M = 8  # row tiles that run beside each other, so that they share weight tiles in the L2 cache
 MAX_TILES = 8192  # of a launch whose segments run side by side: one counter each
 WORD_BYTES = 16  # widest load of a thread
+USE_TMA = os.environ.get("MAMBALIGN_LINEAR_TMA", "1") == "1"  # its ablation: threads fetch every tile
 
 
 class Tiles(NamedTuple):
-    """How a launch is cut. `split`: segments run side by side, and the last to arrive adds them."""
+    """How a launch is cut. `split`: segments run side by side, and the last to arrive adds them. `tma`: tiles are
+    fetched by the copy engine of the multiprocessor, where K and rows fit it."""
 
     block_m: int
     block_n: int
@@ -32,6 +36,7 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
     split: bool = False
+    tma: bool = False
 
 
 # By dtype width and kind of weight (one segment, or several): (most rows, tiles), the last for any number.
@@ -43,7 +48,7 @@ _TILES: dict[tuple[int, bool], list[tuple[int, Tiles]]] = {
         (128, Tiles(128, 128, 64, 8, 4)),
         (256, Tiles(128, 128, 64, 4, 3)),
         (512, Tiles(128, 128, 64, 8, 4)),
-        (0, Tiles(128, 256, 64, 8, 4)),
+        (0, Tiles(128, 256, 64, 8, 4, tma=True)),
     ],
     (2, True): [
         (16, Tiles(16, 64, 128, 4, 4, True)),
@@ -51,7 +56,8 @@ _TILES: dict[tuple[int, bool], list[tuple[int, Tiles]]] = {
         (64, Tiles(64, 128, 64, 4, 4, True)),
         (128, Tiles(128, 128, 64, 8, 4, True)),
         (256, Tiles(128, 128, 64, 8, 3, True)),
-        (0, Tiles(128, 128, 64, 8, 4)),
+        (512, Tiles(128, 128, 64, 8, 4)),
+        (0, Tiles(128, 256, 64, 8, 3, tma=True)),
     ],
     (4, False): [(16, Tiles(16, 64, 32, 4, 2)), (0, Tiles(64, 64, 32, 4, 2))],
     (4, True): [(16, Tiles(16, 64, 32, 4, 2, True)), (64, Tiles(64, 64, 32, 4, 2, True)), (0, Tiles(64, 64, 32, 4, 2))],
@@ -100,13 +106,15 @@ def linear_kernel(
     STREAM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RELU2: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """out = act(x @ w + b): sums of a segment from zero in fp32, segment sums added in order, then one rounding.
 
     Grid: tiles, grouped for the L2 cache, times segments if they run side by side (SPLIT).
     A program owns a [BLOCK_M, BLOCK_N] tile of out, or one segment's sums of it, which it leaves in p_partial
     [SEGMENTS, tiles, BLOCK_M, BLOCK_N] fp32; the program that a tile's counter says is its last adds them up and
-    clears the counter. No sum depends on who that is. X_WORD, W_WORD divide the row strides of x and w.
+    clears the counter. No sum depends on who that is. X_WORD, W_WORD divide the row strides of x and w. With TMA, p_x
+    and p_weight are descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N].
     Reads x, w, b; writes out (its dtype is the pointer's); bias and activation round where separate steps would.
     """
     num_m, num_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -123,22 +131,24 @@ def linear_kernel(
     if SEGMENTS > 1:
         segment_k = segment_k // SEGMENT_MULTIPLE * SEGMENT_MULTIPLE  # says what divides it
     x_stride, w_stride = x_stride // X_WORD * X_WORD, N // W_WORD * W_WORD
-    o_m = tl.minimum(i_m * BLOCK_M + tl.arange(0, BLOCK_M), num_rows - 1)  # rows past the end: the last, not stored
-    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_k = tl.arange(0, BLOCK_K)
-    p_x += o_m.to(tl.int64)[:, None] * x_stride + o_k[None, :]
-    p_weight += o_k.to(tl.int64)[:, None] * w_stride + o_n[None, :]
+    first_m, first_n = i_m * BLOCK_M, i_n * BLOCK_N
+    o_n = first_n + tl.arange(0, BLOCK_N)
+    if not TMA:
+        o_m = tl.minimum(first_m + tl.arange(0, BLOCK_M), num_rows - 1)  # rows past the end: the last, not stored
+        o_k = tl.arange(0, BLOCK_K)
+        p_x += o_m.to(tl.int64)[:, None] * x_stride + o_k[None, :]
+        p_weight += o_k.to(tl.int64)[:, None] * w_stride + o_n[None, :]
     if SPLIT or SEGMENTS == 1:
         total = _segment_sum(
-            p_x, p_weight, i_segment * segment_k, segment_k, K, w_stride, o_n < w_stride,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, EVEN_N, STREAM,
+            p_x, p_weight, first_m, first_n, i_segment * segment_k, segment_k, K, w_stride, o_n < w_stride,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, EVEN_N, STREAM, TMA,
         )  # fmt: skip
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for i in tl.range(0, SEGMENTS, num_stages=1):
             total += _segment_sum(
-                p_x, p_weight, i * segment_k, segment_k, K, w_stride, o_n < w_stride,
-                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, EVEN_N, STREAM,
+                p_x, p_weight, first_m, first_n, i * segment_k, segment_k, K, w_stride, o_n < w_stride,
+                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, EVEN_N, STREAM, TMA,
             )  # fmt: skip
     if SPLIT:
         o_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -158,32 +168,37 @@ def linear_kernel(
 
 @triton.jit
 def _segment_sum(
-    p_x, p_weight, first_k, segment_k, K, w_stride, is_column,
+    p_x, p_weight, first_m, first_n, first_k, segment_k, K, w_stride, is_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, STREAM: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, STREAM: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The products of one segment, from zero, in the order of k. STREAM: no other program reads these weights."""
     o_k = tl.arange(0, BLOCK_K)
     b_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     num_k = tl.minimum(segment_k, K - first_k)
-    p_x += first_k
-    p_weight += tl.cast(first_k, tl.int64) * w_stride
+    if not TMA:
+        p_x += first_k
+        p_weight += tl.cast(first_k, tl.int64) * w_stride
     policy: tl.constexpr = "evict_first" if STREAM else ""
     for k in range(0, num_k, BLOCK_K):
-        if EVEN_K:
-            b_x = tl.load(p_x)
+        if TMA:
+            b_x, b_weight = p_x.load([first_m, first_k + k]), p_weight.load([first_k + k, first_n])
         else:
-            b_x = tl.load(p_x, mask=(k + o_k < num_k)[None, :], other=0.0)
-        if EVEN_K and EVEN_N:
-            b_weight = tl.load(p_weight, eviction_policy=policy)
-        elif EVEN_K:
-            b_weight = tl.load(p_weight, mask=is_column[None, :], other=0.0, eviction_policy=policy)
-        else:
-            is_weight = (k + o_k < num_k)[:, None] & is_column[None, :]
-            b_weight = tl.load(p_weight, mask=is_weight, other=0.0, eviction_policy=policy)
+            is_k = k + o_k < num_k
+            if EVEN_K:
+                b_x = tl.load(p_x)
+            else:
+                b_x = tl.load(p_x, mask=is_k[None, :], other=0.0)
+            if EVEN_K and EVEN_N:
+                b_weight = tl.load(p_weight, eviction_policy=policy)
+            elif EVEN_K:
+                b_weight = tl.load(p_weight, mask=is_column[None, :], other=0.0, eviction_policy=policy)
+            else:
+                is_weight = is_k[:, None] & is_column[None, :]
+                b_weight = tl.load(p_weight, mask=is_weight, other=0.0, eviction_policy=policy)
+            p_x += BLOCK_K
+            p_weight += BLOCK_K * tl.cast(w_stride, tl.int64)
         b_sum = tl.dot(b_x, b_weight, b_sum, input_precision="ieee")
-        p_x += BLOCK_K
-        p_weight += BLOCK_K * tl.cast(w_stride, tl.int64)
     return b_sum
 
 
@@ -242,9 +257,11 @@ def linear_on_gpu(
         sums = num_segments * num_tiles * tiles.block_m * tiles.block_n
         partial = torch.empty(sums, dtype=torch.float32, device=x.device)
     word = WORD_BYTES // x.element_size()
+    even_k = k % segment_k == 0 and segment_k % tiles.block_k == 0
+    tma = USE_TMA and tiles.tma and even_k and x.stride(0) % word == 0 and n % word == 0
     linear_kernel[(num_tiles * (num_segments if split else 1),)](
-        x,
-        weight,
+        TensorDescriptor.from_tensor(x, [tiles.block_m, tiles.block_k]) if tma else x,
+        TensorDescriptor.from_tensor(weight, [tiles.block_k, tiles.block_n]) if tma else weight,
         weight if bias is None else bias,
         out,
         partial,
@@ -262,11 +279,12 @@ def linear_on_gpu(
         GROUP_M=GROUP_M,
         X_WORD=word if x.stride(0) % word == 0 else 1,
         W_WORD=word if n % word == 0 else 1,
-        EVEN_K=k % segment_k == 0 and segment_k % tiles.block_k == 0,
+        EVEN_K=even_k,
         EVEN_N=n % tiles.block_n == 0,
         STREAM=num_rows <= tiles.block_m,
         HAS_BIAS=bias is not None,
         RELU2=relu2,
+        TMA=tma,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

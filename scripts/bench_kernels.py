@@ -236,6 +236,8 @@ def candidates(most_rows: int) -> Iterator[Tiles]:
             yield Tiles(most_rows, block_n, block_k, 4, stages)
         yield Tiles(most_rows, 128, 128, 8, 4)
         yield Tiles(most_rows, 32, 128, 4, 5)
+        yield Tiles(most_rows, 64, 128, 4, 4, tma=True)
+        yield Tiles(most_rows, 128, 64, 4, 5, tma=True)
         return
     for block_m, block_n, warps, stages in (
         (64, 64, 4, 5), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 8, 4), (128, 64, 4, 4), (128, 128, 8, 3),
@@ -243,7 +245,8 @@ def candidates(most_rows: int) -> Iterator[Tiles]:
         (256, 64, 8, 4),
     ):  # fmt: skip
         if block_m <= most_rows * 2 and (most_rows <= 256 or block_m * block_n >= 8192):
-            yield Tiles(block_m, block_n, 64, warps, stages)
+            yield Tiles(block_m, block_n, 64, warps, stages, tma=False)
+            yield Tiles(block_m, block_n, 64, warps, stages, tma=True)
 
 
 def sweep_tiles(bench: Bench, seconds: float) -> None:

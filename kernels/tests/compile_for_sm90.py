@@ -33,11 +33,20 @@ def compile_kernel(kernel, types: dict[str, str], constants: dict, **options: in
     return triton.compile(source, target=TARGET, options=options)
 
 
-def compile_linear(num_rows: int, k: int, n: int, dtype: torch.dtype, out_dtype=None, relu2=False, bias=False):
+def compile_linear(
+    num_rows: int, k: int, n: int, dtype: torch.dtype, out_dtype=None, relu2=False, bias=False, tma=None
+):
     tiles, (num_segments, length) = tiles_for(num_rows, k, n, dtype), segments_of(k, n)
+    tma = tiles.tma if tma is None else tma
     split, word = tiles.split and num_segments > 1, WORD_BYTES // dtype.itemsize
     name, out = f"*{NAMES[dtype]}", f"*{NAMES[out_dtype or dtype]}"
     types = dict.fromkeys(("p_x", "p_weight", "p_bias"), name) | {"p_out": out}
+    if tma:
+        x_tile, weight_tile = (tiles.block_m, tiles.block_k), (tiles.block_k, tiles.block_n)
+        types |= {
+            "p_x": f"tensordesc<{name[1:]}{list(x_tile)}>",
+            "p_weight": f"tensordesc<{name[1:]}{list(weight_tile)}>",
+        }
     types |= {"p_partial": "*fp32" if split else out, "p_counter": "*i32" if split else out}
     constants = {
         "SEGMENTS": num_segments,
@@ -53,6 +62,7 @@ def compile_linear(num_rows: int, k: int, n: int, dtype: torch.dtype, out_dtype=
         "STREAM": num_rows <= tiles.block_m,
         "HAS_BIAS": bias,
         "RELU2": relu2,
+        "TMA": tma,
     }
     return compile_kernel(linear_kernel, types, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
 
@@ -95,6 +105,10 @@ def main() -> None:
     cases |= {f"linear {m} head": (compile_linear, m, 4096, 131072, bf16, fp32) for m in (1, 512)}
     cases |= {"linear up": (compile_linear, 512, 4096, 21504, bf16, None, True, True)}
     cases |= {f"linear {m} small": (compile_linear, m, 256, 1288, fp32) for m in (1, 100)}
+    cases |= {
+        f"linear {m} tma": (compile_linear, m, 21504, 4096, bf16, None, False, False, True) for m in (1, 64, 8192)
+    }
+    cases |= {"linear wide tma": (compile_linear, 8192, 4096, 18560, bf16, None, False, False, True)}
     cases |= {"linear odd": (compile_linear, 1, 37, 53, bf16)}
     cases |= {"norm": (compile_norm, 4096, bf16), "norm small": (compile_norm, 256, fp32)}
     cases |= {"gated": (compile_gated, 1024, bf16), "gated small": (compile_gated, 256, fp32)}
