@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from mambalign.engine.checkpoint import locate, read_facts
+from mambalign.engine.cli import make_parser, parse
 from mambalign.engine.config import (
     CheckpointFacts,
     ConfigError,
@@ -61,6 +62,8 @@ def test_parse_bytes_refuses(text: str) -> None:
         ({"mamba_cache_fraction": 1.0}, "--mamba-cache-fraction 1.0.*between 0 and 1"),
         ({"mamba_cache_fraction": 0}, "--mamba-cache-fraction 0.*between 0 and 1"),
         ({"cache_memory": "lots"}, "'lots' is not a number of bytes"),
+        ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization 0.0.*at least 0.05"),
+        ({"spec_acceptance": 2.4, "spec_tokens": 1}, "--spec-acceptance 2.4.*at most 2 with --spec-tokens 1"),
         ({"cache_memory": 0}, "--cache-memory 0.*at least 1"),
         ({"max_model_len": 1}, "--max-model-len 1.*at least 2"),
         ({"max_num_seqs": 0}, "--max-num-seqs 0.*at least 1"),
@@ -97,7 +100,8 @@ def test_resolve_on_cpu() -> None:
 def test_resolve_on_cuda() -> None:
     config = resolved(cuda=True, mamba_cache_mode="none")
     assert (config.model.device, config.model.dtype) == ("cuda", "bfloat16")
-    assert (config.cache.cache_memory, config.cache.enable_prefix_caching) == (6 << 30, False)
+    assert config.cache.cache_memory is None  # known when the weights are loaded
+    assert config.cache.enable_prefix_caching is False
 
 
 def test_resolve_drafts() -> None:
@@ -136,3 +140,10 @@ def test_facts_of_a_nested_config(tmp_path: Path) -> None:
     facts = read_facts(str(tmp_path), tmp_path)
     assert (facts.name, facts.max_model_len, facts.vocab_size) == (tmp_path.name, 64, 8)
     assert (facts.dtype, facts.num_mtp_layers, facts.is_default) == ("bfloat16", 1, False)
+
+
+@pytest.mark.parametrize("option", ["--spec-acceptance=2.0", "--load-format=dummy"])
+def test_serve_has_no_options_for_benchmarks(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(make_parser("serve"), [option])
+    assert left.value.code == 2 and "unknown argument" in capsys.readouterr().err

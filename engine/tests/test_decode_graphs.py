@@ -18,7 +18,8 @@ SAMPLED = SamplingParams(max_tokens=21, temperature=0.8, top_p=0.9, seed=5, freq
 
 
 def generate(**options) -> tuple[list, LLM]:
-    llm = LLM(max_num_seqs=3, mamba_block_size=16, max_num_batched_tokens=64, cache_memory="48MiB", max_model_len=512, **options)
+    options |= dict(mamba_block_size=16, max_num_batched_tokens=64, cache_memory="48MiB", max_model_len=512)
+    llm = LLM(max_num_seqs=3, **options)
     outputs = llm.generate(PROMPTS, [GREEDY, GREEDY, SAMPLED])
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs], llm
 
