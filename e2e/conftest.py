@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "engine" / "tests"))  # for `server_process`
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cells import Cell, default_path, server_cells

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 from asks import Answer, Ask, Choice
 from cells import Cell, server_cells
-from live_server import LiveServer, call
+from server_process import ServerProcess, call
 
 from mambalign.engine.messages import EngineStats
 
@@ -28,7 +28,7 @@ class HttpClient:
     """
 
     def __init__(self, arguments: Sequence[str], mode: str):
-        self.server = LiveServer(arguments)
+        self.server = ServerProcess(*arguments)
         self.mode = mode
 
     def run(self, asks: Sequence[Ask]) -> list[Answer]:

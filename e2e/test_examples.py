@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from live_server import LiveServer
+from server_process import ServerProcess
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -19,7 +19,7 @@ def run_example(name: str, **environment: str) -> str:
 
 
 def test_prefix_cache() -> None:
-    with LiveServer(["--spec-tokens", "3", "--max-model-len", "1024"]) as server:
+    with ServerProcess("--spec-tokens", "3", "--max-model-len", "1024") as server:
         lines = run_example("prefix_cache.py", OPENAI_BASE_URL=f"{server.url}/v1").splitlines()
     cold, warm, verdict = lines
     num_prompt = int(cold.split()[1])

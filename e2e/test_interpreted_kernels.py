@@ -7,8 +7,8 @@ layout runs the kernels, with every copy checked against the scalar path, and it
 import openai
 import pytest
 from cells import LAYOUTS, RUNNERS
-from live_server import LiveServer
 from oracle import Oracle
+from server_process import ServerProcess
 
 BLOCK_TOKENS, REPLY = 16, 40
 
@@ -28,7 +28,7 @@ def test_texts_and_copies(runner: str, layout: str, oracle: Oracle, monkeypatch:
     arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     modules = {"bisect": BLOCK_TOKENS + 5, "heapq": 2 * BLOCK_TOKENS}
     prompts = [oracle.prompt(module, length, REPLY) for module, length in modules.items()]
-    with LiveServer([*arguments, "--check-fused-copy"]) as server:
+    with ServerProcess(*arguments, "--check-fused-copy") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         for cached in ([0, 0], [BLOCK_TOKENS, BLOCK_TOKENS]):
             for prompt, expected in zip(prompts, cached, strict=True):

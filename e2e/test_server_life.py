@@ -14,8 +14,8 @@ from typing import Any
 import openai
 import pytest
 from http_client import GAUGES
-from live_server import LiveServer, call, serve_command
 from oracle import Oracle
+from server_process import ServerProcess, call, serve_command
 
 BLOCK = 64
 SPEC = 3
@@ -34,19 +34,19 @@ PROMPT = '''class Stack:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    with LiveServer(OPTIONS) as server:
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(*OPTIONS) as server:
         yield server
         assert server.stop() == 0, server.output
 
 
 @pytest.fixture(scope="module")
-def client(server: LiveServer) -> Iterator[openai.OpenAI]:
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-def wait_idle(server: LiveServer, seconds: float = 30) -> None:
+def wait_idle(server: ServerProcess, seconds: float = 30) -> None:
     """Nothing runs or waits, and no request holds a block of either pool."""
     end = time.monotonic() + seconds
     while any((metrics := server.metrics())[name] for name in GAUGES):
@@ -61,7 +61,7 @@ def delta(before: dict[str, float], after: dict[str, float], *names: str) -> lis
 # a healthy life
 
 
-def test_start_says_what_one_needs(server: LiveServer, client: openai.OpenAI) -> None:
+def test_start_says_what_one_needs(server: ServerProcess, client: openai.OpenAI) -> None:
     assert call(f"{server.url}/health") == (200, {"status": "ok"})
     for words in (
         "KV pool: ",
@@ -93,7 +93,7 @@ def test_completion_is_transformers_text(client: openai.OpenAI, oracle: Oracle) 
     assert by_text.usage.prompt_tokens == len(ids) and by_text.usage.completion_tokens == 40
 
 
-def test_chat(client: openai.OpenAI, oracle: Oracle, server: LiveServer) -> None:
+def test_chat(client: openai.OpenAI, oracle: Oracle, server: ServerProcess) -> None:
     """Two turns: the second reuses what the first computed, and a stream says what a whole answer says."""
     messages: list[Any] = [{"role": "user", "content": f"Go on with this class.\n{PROMPT}"}]
     fields: dict[str, Any] = {"model": "default", "temperature": 0, "max_tokens": 48}
@@ -144,7 +144,7 @@ def test_stream_is_the_whole_answer(client: openai.OpenAI) -> None:
     assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
 
 
-def test_hit_law_usage_and_metrics(client: openai.OpenAI, server: LiveServer, oracle: Oracle) -> None:
+def test_hit_law_usage_and_metrics(client: openai.OpenAI, server: ServerProcess, oracle: Oracle) -> None:
     """The first repeat takes floor((n-1)/B)*B tokens from the cache with drafts on; metrics and usage agree."""
     lengths = [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 17]
     prompts = [oracle.source(m)[:n] for m, n in zip(("csv", "heapq", "string", "shlex", "queue"), lengths, strict=True)]
@@ -180,7 +180,7 @@ def test_hit_law_usage_and_metrics(client: openai.OpenAI, server: LiveServer, or
     assert after["fused_copy_mismatches_total"] == 0
 
 
-def test_a_client_that_leaves_frees_everything(client: openai.OpenAI, server: LiveServer) -> None:
+def test_a_client_that_leaves_frees_everything(client: openai.OpenAI, server: ServerProcess) -> None:
     before = server.metrics()
     for fields in ({"n": 1}, {"n": 3, "temperature": 1.0, "seed": 1}):
         stream = client.completions.create(
@@ -196,7 +196,7 @@ def test_a_client_that_leaves_frees_everything(client: openai.OpenAI, server: Li
     assert after["generation_tokens_total"] - before["generation_tokens_total"] < 4 * 800
 
 
-def test_200_random_requests_with_aborts(server: LiveServer, oracle: Oracle, is_thorough: bool) -> None:
+def test_200_random_requests_with_aborts(server: ServerProcess, oracle: Oracle, is_thorough: bool) -> None:
     """Of every kind, many at once, a third of them left in the middle; then nothing is held and all is well."""
     num_requests = 1000 if is_thorough else 200
     asyncio.run(send_random_requests(server, oracle, num_requests))
@@ -213,7 +213,7 @@ def test_200_random_requests_with_aborts(server: LiveServer, oracle: Oracle, is_
     oracle.assert_text(prompt, answer["choices"][0]["token_ids"], None, "after the storm")
 
 
-async def send_random_requests(server: LiveServer, oracle: Oracle, num_requests: int) -> None:
+async def send_random_requests(server: ServerProcess, oracle: Oracle, num_requests: int) -> None:
     choose = random.Random(5)
     sources = [oracle.source(module) for module in ("argparse", "textwrap", "calendar", "zipfile")]
     plans = []
@@ -259,7 +259,7 @@ async def send_one(
                         return
 
 
-def test_reset_prefix_cache(client: openai.OpenAI, server: LiveServer, oracle: Oracle) -> None:
+def test_reset_prefix_cache(client: openai.OpenAI, server: ServerProcess, oracle: Oracle) -> None:
     fields: dict[str, Any] = {"model": "default", "prompt": oracle.source("sched")[:100], "max_tokens": 1}
     cached = []
     for reset in (False, False, True, False):
@@ -280,7 +280,7 @@ def free_port() -> int:
 
 def test_health_is_503_until_it_serves_and_sigterm_drains() -> None:
     port = free_port()
-    with LiveServer(OPTIONS, port=port) as server:
+    with ServerProcess("--port", str(port), *OPTIONS) as server:
         server.wait_line("^loading default")
         status, answer = call(f"http://127.0.0.1:{port}/health")
         assert status == 503 and answer["error"]["code"] == "loading"
@@ -293,7 +293,7 @@ def test_health_is_503_until_it_serves_and_sigterm_drains() -> None:
         assert server.wait_exit() == 0
 
 
-async def stop_while_running(server: LiveServer, body: dict[str, Any]) -> list[Any]:
+async def stop_while_running(server: ServerProcess, body: dict[str, Any]) -> list[Any]:
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         fields = {name: value for name, value in body.items() if name != "ignore_eos"}
         fields |= {"model": "default", "extra_body": {"ignore_eos": True}}
@@ -305,7 +305,7 @@ async def stop_while_running(server: LiveServer, body: dict[str, Any]) -> list[A
 
 
 def test_a_killed_engine_fails_requests_health_and_the_exit_code() -> None:
-    with LiveServer(OPTIONS) as server:
+    with ServerProcess(*OPTIONS) as server:
         url = server.url
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             fields: dict[str, Any] = {"model": "default", "prompt": PROMPT, "max_tokens": 900}

@@ -18,8 +18,10 @@ A 16-bit state is rounded to its dtype after every token, in the loop as in memo
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 
-from mambalign.kernels.activation import softplus
+from mambalign.kernels.activation import SOFTPLUS_LINEAR_ABOVE, softplus
 from mambalign.kernels.rows import MambaRows
 
 ROWS_TOGETHER = 8
@@ -174,6 +176,146 @@ def _keep(states: torch.Tensor, rows: list[int], block_ids: list[int], temporal_
     temporal_state.index_copy_(0, torch.tensor(block_ids, device=kept.device), kept.to(temporal_state.dtype))
 
 
+LINEAR_ABOVE = tl.constexpr(SOFTPLUS_LINEAR_ABOVE)
+THREAD_ELEMENTS = 32  # of the state, in registers
+NUM_WARPS = 2  # of a program of the scan
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def scan_inputs_kernel(
+    p_dt_raw, p_A, p_dt_bias, dt_min, p_B, p_C, p_dt, p_decay, p_BC, num_tokens,
+    DT_STRIDE: tl.constexpr, BC_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, BC_WIDTH: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dt = max(softplus(dt_raw + dt_bias), dt_min), decay = exp(dt * A), and [B | C] in fp32, as the scan reads them.
+
+    Grid (tokens). A program owns a token: all heads, all groups. Each element alone.
+    """
+    i_token = tl.program_id(0).to(tl.int64)
+    o_head = tl.arange(0, BLOCK_H)
+    mask = o_head < NUM_HEADS
+    raw = tl.load(p_dt_raw + i_token * DT_STRIDE + o_head, mask=mask, other=0.0).to(tl.float32)
+    raw += tl.load(p_dt_bias + o_head, mask=mask, other=0.0)
+    e = tl.exp(raw)
+    sum1 = 1.0 + e  # log(1 + e) as below loses nothing of a small e
+    log1p = tl.where(sum1 == 1.0, e, tl.log(sum1) * (e / (sum1 - 1.0)))
+    dt = tl.maximum(tl.where(raw > LINEAR_ABOVE, raw, log1p), dt_min)
+    tl.store(p_dt + i_token * NUM_HEADS + o_head, dt, mask=mask)
+    decay = tl.exp(dt * tl.load(p_A + o_head, mask=mask, other=0.0))
+    tl.store(p_decay + i_token * NUM_HEADS + o_head, decay, mask=mask)
+    o_n = tl.arange(0, BLOCK_N)
+    mask = o_n < BC_WIDTH
+    p_token = p_BC + i_token * (2 * BC_WIDTH) + o_n
+    tl.store(p_token, tl.load(p_B + i_token * BC_STRIDE + o_n, mask=mask, other=0.0).to(tl.float32), mask=mask)
+    tl.store(
+        p_token + BC_WIDTH, tl.load(p_C + i_token * BC_STRIDE + o_n, mask=mask, other=0.0).to(tl.float32), mask=mask
+    )
+
+
+@triton.jit
+def _load_quarters(p, mask, o_i, D_STATE: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Elements j * BLOCK_I + i of a state row, by quarter j."""
+    b_0 = tl.load(p, mask=mask & (o_i < D_STATE), other=0.0).to(tl.float32)
+    b_1 = tl.load(p + BLOCK_I, mask=mask & (o_i < D_STATE - BLOCK_I), other=0.0).to(tl.float32)
+    b_2 = tl.load(p + 2 * BLOCK_I, mask=mask & (o_i < D_STATE - 2 * BLOCK_I), other=0.0).to(tl.float32)
+    b_3 = tl.load(p + 3 * BLOCK_I, mask=mask & (o_i < D_STATE - 3 * BLOCK_I), other=0.0).to(tl.float32)
+    return b_0, b_1, b_2, b_3
+
+
+@triton.jit
+def _store_quarters(p, mask, o_i, b_0, b_1, b_2, b_3, D_STATE: tl.constexpr, BLOCK_I: tl.constexpr):
+    tl.store(p, b_0.to(p.dtype.element_ty), mask=mask & (o_i < D_STATE))
+    tl.store(p + BLOCK_I, b_1.to(p.dtype.element_ty), mask=mask & (o_i < D_STATE - BLOCK_I))
+    tl.store(p + 2 * BLOCK_I, b_2.to(p.dtype.element_ty), mask=mask & (o_i < D_STATE - 2 * BLOCK_I))
+    tl.store(p + 3 * BLOCK_I, b_3.to(p.dtype.element_ty), mask=mask & (o_i < D_STATE - 3 * BLOCK_I))
+
+
+@triton.jit
+def _advance(b_h, b_dtx, b_B, decay, STATE_DTYPE: tl.constexpr):
+    """decay * h + dtx outer B, rounded to the dtype of the state."""
+    b_new = tl.fma(b_h, tl.broadcast_to(decay, b_h.shape), b_dtx[:, None] * b_B[None, :])
+    return b_new.to(STATE_DTYPE).to(tl.float32)
+
+
+@triton.jit
+def mamba2_scan_kernel(
+    p_x, p_dt, p_decay, p_BC, p_D, p_temporal_state, p_y,
+    p_query_start, p_query_len, p_temporal_block, p_state_block,
+    X_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D_STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """h = decay * h + (dt * x) outer B;  y = h C + D * x, token after token; kept states go to their blocks.
+
+    Grid (tiles of all heads, rows). A program owns BLOCK_P rows of a head's state over all tokens of a row, in
+    registers, in fp32, rounded to the state's dtype after every token, as four quarters [BLOCK_P, BLOCK_I]: few threads
+    share a row, and a sum over d_state is a chain of fused multiply-adds over the quarters, then a sum over BLOCK_I.
+    Reads inputs, a token ahead, and temporal_block; writes y and the blocks of kept tokens. One binary serves prefill,
+    decode, verification and boundaries.
+    """
+    TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
+    BC_WIDTH: tl.constexpr = NUM_GROUPS * D_STATE
+    STATE_SIZE: tl.constexpr = NUM_HEADS * HEAD_DIM * D_STATE
+    STATE_DTYPE: tl.constexpr = p_temporal_state.dtype.element_ty
+    i_head, i_row = tl.program_id(0) // TILES, tl.program_id(1)
+    start, num_tokens = tl.load(p_query_start + i_row).to(tl.int64), tl.load(p_query_len + i_row)
+    o_p, o_i = tl.program_id(0) % TILES * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_I)
+    p_x += start * X_STRIDE + i_head * HEAD_DIM + o_p
+    p_y += start * (NUM_HEADS * HEAD_DIM) + i_head * HEAD_DIM + o_p
+    p_dt += start * NUM_HEADS + i_head
+    p_decay += start * NUM_HEADS + i_head
+    p_B = p_BC + start * (2 * BC_WIDTH) + i_head // (NUM_HEADS // NUM_GROUPS) * D_STATE + o_i
+    p_state_block += start
+    if num_tokens > 0:
+        p_head = p_temporal_state + i_head.to(tl.int64) * (HEAD_DIM * D_STATE) + o_p[:, None] * D_STATE + o_i[None, :]
+        o_i2, p_mask = o_i[None, :], o_p < HEAD_DIM
+        mask = p_mask[:, None]
+        block = tl.load(p_temporal_block + i_row)
+        found = o_p < tl.where(block >= 0, HEAD_DIM, 0)
+        p_block = p_head + block.to(tl.int64) * STATE_SIZE
+        b_h0, b_h1, b_h2, b_h3 = _load_quarters(p_block, found[:, None], o_i2, D_STATE, BLOCK_I)
+        D = tl.load(p_D + i_head)
+        b_x = tl.load(p_x, mask=p_mask, other=0.0).to(tl.float32)
+        dt, decay, kept = tl.load(p_dt), tl.load(p_decay), tl.load(p_state_block)
+        b_B0, b_B1, b_B2, b_B3 = _load_quarters(p_B, o_i < D_STATE, o_i, D_STATE, BLOCK_I)
+        b_C0, b_C1, b_C2, b_C3 = _load_quarters(p_B + BC_WIDTH, o_i < D_STATE, o_i, D_STATE, BLOCK_I)
+        kept_before, b_y = -1, tl.zeros([BLOCK_P], tl.float32)
+        for i_token in tl.range(0, num_tokens, loop_unroll_factor=2):
+            ahead = tl.minimum(i_token + 1, num_tokens - 1).to(tl.int64)
+            next_x = tl.load(p_x + ahead * X_STRIDE, mask=p_mask, other=0.0).to(tl.float32)
+            next_dt, next_decay = tl.load(p_dt + ahead * NUM_HEADS), tl.load(p_decay + ahead * NUM_HEADS)
+            next_kept = tl.load(p_state_block + ahead)
+            p_next = p_B + ahead * (2 * BC_WIDTH)
+            next_B0, next_B1, next_B2, next_B3 = _load_quarters(p_next, o_i < D_STATE, o_i, D_STATE, BLOCK_I)
+            next_C0, next_C1, next_C2, next_C3 = _load_quarters(p_next + BC_WIDTH, o_i < D_STATE, o_i, D_STATE, BLOCK_I)
+
+            if i_token > 0:
+                tl.store(p_y, b_y, mask=p_mask)
+                p_y += NUM_HEADS * HEAD_DIM
+            if kept_before >= 0:
+                p_kept = p_head + kept_before.to(tl.int64) * STATE_SIZE
+                _store_quarters(p_kept, mask, o_i2, b_h0, b_h1, b_h2, b_h3, D_STATE, BLOCK_I)
+
+            b_dtx = dt * b_x
+            b_h0 = _advance(b_h0, b_dtx, b_B0, decay, STATE_DTYPE)
+            b_h1 = _advance(b_h1, b_dtx, b_B1, decay, STATE_DTYPE)
+            b_h2 = _advance(b_h2, b_dtx, b_B2, decay, STATE_DTYPE)
+            b_h3 = _advance(b_h3, b_dtx, b_B3, decay, STATE_DTYPE)
+            b_sums = b_h0 * b_C0[None, :]
+            b_sums = tl.fma(b_h1, tl.broadcast_to(b_C1[None, :], b_h1.shape), b_sums)
+            b_sums = tl.fma(b_h2, tl.broadcast_to(b_C2[None, :], b_h2.shape), b_sums)
+            b_sums = tl.fma(b_h3, tl.broadcast_to(b_C3[None, :], b_h3.shape), b_sums)
+            b_y = tl.fma(tl.broadcast_to(D, b_x.shape), b_x, tl.sum(b_sums, 1))
+            kept_before = kept
+            b_x, dt, decay, kept = next_x, next_dt, next_decay, next_kept
+            b_B0, b_B1, b_B2, b_B3 = next_B0, next_B1, next_B2, next_B3
+            b_C0, b_C1, b_C2, b_C3 = next_C0, next_C1, next_C2, next_C3
+        tl.store(p_y, b_y, mask=p_mask)
+        if kept_before >= 0:
+            p_kept = p_head + kept_before.to(tl.int64) * STATE_SIZE
+            _store_quarters(p_kept, mask, o_i2, b_h0, b_h1, b_h2, b_h3, D_STATE, BLOCK_I)
+
+
 def mamba2_scan_varlen_reference(
     x: torch.Tensor,
     dt_raw: torch.Tensor,
@@ -213,6 +355,42 @@ def mamba2_scan_varlen_reference(
     return y
 
 
+def mamba2_scan_varlen_triton(
+    x: torch.Tensor,
+    dt_raw: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    dt_min: float,
+    temporal_state: torch.Tensor,
+    rows: MambaRows,
+) -> torch.Tensor:
+    """`mamba2_scan_varlen_reference` in one launch."""
+    num_tokens, num_heads, head_dim = x.shape
+    num_groups, d_state = B.shape[1:]
+    assert B.stride(0) == C.stride(0), (B.stride(), C.stride())
+    y = torch.empty(num_tokens, num_heads, head_dim, device=x.device)
+    if rows.max_query_len == 0 or len(rows.query_start) == 0:
+        return y
+    bc_width, power = num_groups * d_state, triton.next_power_of_2
+    dt, decay = torch.empty(2, num_tokens, num_heads, device=x.device)
+    BC = torch.empty(num_tokens, 2 * bc_width, device=x.device)
+    scan_inputs_kernel[num_tokens,](
+        dt_raw, A, dt_bias, dt_min, B, C, dt, decay, BC, num_tokens,
+        dt_raw.stride(0), B.stride(0), num_heads, bc_width, power(num_heads), power(bc_width),
+    )  # fmt: skip
+    block_i = power(triton.cdiv(d_state, 4))
+    block_p = min(power(head_dim), 32 * NUM_WARPS * THREAD_ELEMENTS // (4 * block_i))
+    mamba2_scan_kernel[num_heads * triton.cdiv(head_dim, block_p), len(rows.query_start)](
+        x, dt, decay, BC, D, temporal_state, y,
+        rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,
+        x.stride(0), num_heads, num_groups, head_dim, d_state, block_p, block_i, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return y
+
+
 def mamba2_scan_varlen(
     x: torch.Tensor,
     dt_raw: torch.Tensor,
@@ -228,6 +406,8 @@ def mamba2_scan_varlen(
     """`mamba2_scan_varlen_reference`, fast: no host value but those of `rows` is looked at."""
     assert temporal_state.is_contiguous()
     arguments = (x, dt_raw, B, C, A, D, dt_bias, dt_min, temporal_state, rows)
+    if x.is_cuda:
+        return mamba2_scan_varlen_triton(*arguments)
     if temporal_state.dtype == torch.float32:
         from mambalign.kernels.cpu import conv_scan  # compiles: not where a GPU serves
 

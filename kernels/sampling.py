@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-SPLIT = 8192  # columns of a program of the first stage
+SPLIT = 4096  # columns of a program of the first stage
 BLOCK = 2048  # columns that it looks at together
 NO_ID: tl.constexpr = tl.constexpr(2**31 - 1)
 

@@ -1,4 +1,4 @@
-"""A server in its own process, around the fake core or the real one, for tests that talk HTTP to it."""
+"""A server in its own process, for tests that talk HTTP to it: started as a user would, or around another core."""
 
 import json
 import os
@@ -13,26 +13,40 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+START_SECONDS = 120.0  # a loaded machine imports torch twice
+
+
+def serve_command() -> list[str]:
+    """The `serve` of this Python's environment; its module, where no script was installed."""
+    script = Path(sys.executable).parent / "serve"
+    return [str(script)] if script.exists() else [sys.executable, "-m", "mambalign.engine.cli", "serve"]
+
 
 class ServerProcess:
-    """`python fake_core.py MODEL --port 0 ...`; with no model the real `serve` on the model that ships.
+    """`serve` with these arguments, on a free port unless they name one. `output` is all that it has printed.
 
-    `wait_url` returns once it can serve and says where. `program`: a file of this folder to run on that model instead.
+    `program`: a file of this folder to run in its place. Leaving the context kills what is left of it.
     """
 
-    def __init__(self, model: Path | None, *options: str, program: str | None = None):
-        folder = Path(__file__).parent
-        real = ["-m", "mambalign.engine.cli", "serve"] if program is None else [str(folder / program)]
-        command = real if model is None else [str(folder / "fake_core.py"), str(model)]
+    def __init__(self, *arguments: str | Path, program: str | None = None):
+        command = serve_command() if program is None else [sys.executable, Path(__file__).parent / program]
         self.process = subprocess.Popen(
-            [sys.executable, *command, "--port", "0", *options],
+            [*command, "--port", "0", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        self._url: str | None = None
+
+    def __enter__(self) -> "ServerProcess":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
 
     def _read(self) -> None:
         self.lines.extend(iter(self.process.stdout.readline, ""))
@@ -41,18 +55,22 @@ class ServerProcess:
     def output(self) -> str:
         return "".join(self.lines)
 
-    def wait_line(self, pattern: str, seconds: float = 60) -> re.Match[str]:
+    @property
+    def url(self) -> str:
+        """`http://host:port`; waits until requests can be sent there."""
+        if self._url is None:
+            self._url = self.wait_line(r"^serving \S+ at (http://\S+)/v1")[1]
+        return self._url
+
+    def wait_line(self, pattern: str, seconds: float = START_SECONDS) -> re.Match[str]:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if match := re.search(pattern, self.output):
+            if match := re.search(pattern, self.output, re.MULTILINE):
                 return match
             if self.process.poll() is not None and not self._reader.is_alive():
                 break
             time.sleep(0.01)
         raise AssertionError(f"no line like {pattern!r} in:\n{self.output}")
-
-    def wait_url(self) -> str:
-        return self.wait_line(r"serving \S+ at (http://\S+)/v1")[1]
 
     def engine_pid(self) -> int:
         """The one child of the server."""
@@ -60,15 +78,30 @@ class ServerProcess:
         assert len(children) == 1, children
         return int(children[0])
 
-    def wait_exit(self, seconds: float = 20) -> int:
+    def metrics(self) -> dict[str, float]:
+        """`/metrics`, by name (and labels, as they are written) without the prefix."""
+        status, text = call(f"{self.url}/metrics")
+        assert status == 200, text
+        lines = [line for line in text.splitlines() if line.startswith("mambalign:")]
+        pairs = (line.removeprefix("mambalign:").rsplit(" ", 1) for line in lines)
+        return {name: float(value) for name, value in pairs}
+
+    def stop(self, seconds: float = 60) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait_exit(seconds)
+
+    def wait_exit(self, seconds: float = 60) -> int:
         code = self.process.wait(seconds)
         self._reader.join(5)
         return code
 
-    def close(self) -> None:
+    def kill(self) -> None:
+        """The process, and with it the one that it started; nothing happens when both have ended."""
         if self.process.poll() is None:
-            os.kill(self.process.pid, signal.SIGKILL)
+            self.process.kill()
         self.process.wait()
+        self._reader.join(5)
 
 
 def call(url: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
@@ -76,7 +109,7 @@ def call(url: str, body: Any = None, headers: dict[str, str] | None = None) -> t
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"} | (headers or {}))
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             status, text = response.status, response.read()
     except urllib.error.HTTPError as error:
         status, text = error.code, error.read()

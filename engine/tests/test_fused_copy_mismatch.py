@@ -136,9 +136,8 @@ def test_llm_raises() -> None:
 
 def test_the_server_shows_it() -> None:
     options = ("--max-model-len", "256", "--cache-memory", "16MiB", "--spec-tokens", "3", "--mamba-block-size", "16")
-    server = ServerProcess(None, *options, "--check-fused-copy", program="broken_copy.py")
-    try:
-        url = server.wait_url()
+    with ServerProcess(*options, "--check-fused-copy", program="broken_copy.py") as server:
+        url = server.url
         assert call(f"{url}/health") == (200, {"status": "ok"})
         assert "mambalign:fused_copy_mismatches_total 0.0" in call(f"{url}/metrics")[1]
         body = {"prompt": PROMPTS["a"], "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
@@ -152,5 +151,3 @@ def test_the_server_shows_it() -> None:
         assert 'mambalign:fused_copy_checks_total{bias="0",layout="SD",runner="v2"}' in text
         assert 'mambalign:request_success_total{finished_reason="error"} 1.0' in text
         server.wait_line(r"fused copy check failed for request request-0-0: .*expected PrecopyInfo\(")
-    finally:
-        server.close()

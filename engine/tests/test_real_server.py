@@ -22,21 +22,13 @@ pytestmark = pytest.mark.skipif(not (DEFAULT_MODEL / "config.json").exists(), re
 
 @pytest.fixture
 def server() -> Iterator[ServerProcess]:
-    server = ServerProcess(None, *OPTIONS)
-    try:
+    with ServerProcess(*OPTIONS) as server:
         yield server
-    finally:
-        server.close()
 
 
-def metrics(url: str) -> dict[str, float]:
-    lines = [line.rsplit(" ", 1) for line in call(f"{url}/metrics")[1].splitlines() if not line.startswith("#")]
-    return {name.removeprefix("mambalign:"): float(value) for name, value in lines}
-
-
-def wait_running(url: str, count: int) -> None:
+def wait_running(server: ServerProcess, count: int) -> None:
     end = time.monotonic() + 30
-    while metrics(url)["num_requests_running"] != count:
+    while server.metrics()["num_requests_running"] != count:
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -49,21 +41,21 @@ def in_background(url: str, body: dict) -> tuple[threading.Thread, list[Any]]:
 
 
 def test_leaving_frees_everything_and_sigterm_drains(server: ServerProcess) -> None:
-    url = server.wait_url()
+    url = server.url
     status, answer = call(f"{url}/v1/completions", LONG | {"max_tokens": 9, "n": 2})
     assert status == 200 and answer["usage"]["completion_tokens"] == 18
     assert answer["choices"][0]["text"] == answer["choices"][1]["text"] != ""
     for stream in (False, True):
         connection = http.client.HTTPConnection(url.removeprefix("http://"))
         connection.request("POST", "/v1/completions", json.dumps(LONG | {"stream": stream, "n": 3}))
-        wait_running(url, 3)
+        wait_running(server, 3)
         connection.close()
-        wait_running(url, 0)
-    after = metrics(url)
+        wait_running(server, 0)
+    after = server.metrics()
     assert after["kv_cache_usage_perc"] == after["mamba_cache_usage_perc"] == 0
     assert after['request_success_total{finished_reason="abort"}'] == 6
     thread, answers = in_background(url, LONG | {"max_tokens": 200})
-    wait_running(url, 1)
+    wait_running(server, 1)
     server.process.send_signal(signal.SIGTERM)
     thread.join(60)
     assert answers[0][0] == 200 and answers[0][1]["usage"]["completion_tokens"] == 200
@@ -72,9 +64,9 @@ def test_leaving_frees_everything_and_sigterm_drains(server: ServerProcess) -> N
 
 
 def test_killed_engine(server: ServerProcess) -> None:
-    url = server.wait_url()
+    url = server.url
     thread, answers = in_background(url, LONG)
-    wait_running(url, 1)
+    wait_running(server, 1)
     os.kill(server.engine_pid(), signal.SIGKILL)
     thread.join(20)
     assert answers[0][0] == 503 and call(f"{url}/health")[0] == 503

@@ -17,11 +17,8 @@ VOCAB = 261
 
 @pytest.fixture(scope="module")
 def url(fake_model: Path) -> Iterator[str]:
-    server = ServerProcess(fake_model, "--spec-tokens", "1")
-    try:
-        yield server.wait_url()
-    finally:
-        server.close()
+    with ServerProcess(fake_model, "--spec-tokens", "1", program="fake_core.py") as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module")
@@ -294,12 +291,10 @@ def test_client_that_leaves_aborts(url: str, stream: bool) -> None:
 
 def test_fresh_metrics_keys_and_no_chat_template(tmp_path: Path) -> None:
     """One more server: a key, another name, no template, nothing asked yet."""
-    server = ServerProcess(
-        make_checkpoint(tmp_path / "plain", chat_template=False),
-        *("--api-key", "secret", "--served-model-name", "mine", "--spec-tokens", "2"),
-    )
-    try:
-        url = server.wait_url()
+    model = make_checkpoint(tmp_path / "plain", chat_template=False)
+    options = ("--api-key", "secret", "--served-model-name", "mine", "--spec-tokens", "2")
+    with ServerProcess(model, *options, program="fake_core.py") as server:
+        url = server.url
         assert "serving mine at" in server.output and "Bearer KEY" in server.output
         text = call(f"{url}/metrics")[1]
         for name in (
@@ -320,8 +315,6 @@ def test_fresh_metrics_keys_and_no_chat_template(tmp_path: Path) -> None:
         assert client.models.list().data[0].id == "mine"
         with pytest.raises(openai.BadRequestError, match="no chat template"):
             client.chat.completions.create(model="mine", messages=[{"role": "user", "content": "x"}])
-    finally:
-        server.close()
 
 
 def test_bytes_of_a_split_character(url: str) -> None:

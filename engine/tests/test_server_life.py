@@ -23,11 +23,8 @@ SLOW_BODY = {"prompt": "<slow>", "max_tokens": 100}  # without drafts: 100 steps
 
 @pytest.fixture
 def server(fake_model: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess(fake_model)
-    try:
+    with ServerProcess(fake_model, program="fake_core.py") as server:
         yield server
-    finally:
-        server.close()
 
 
 class Background:
@@ -53,7 +50,7 @@ def wait_running(url: str) -> None:
 
 
 def test_start_tells_what_happens_and_sigterm_drains(server: ServerProcess) -> None:
-    url = server.wait_url()
+    url = server.url
     for line in ("loading tiny from /", "  loading nothing", "  pools: none", f"  curl {url}/v1/completions"):
         assert line in server.output
     running = Background(f"{url}/v1/completions", SLOW_BODY)
@@ -68,7 +65,7 @@ def test_start_tells_what_happens_and_sigterm_drains(server: ServerProcess) -> N
 
 
 def test_the_printed_curl_line_works(server: ServerProcess) -> None:
-    url = server.wait_url()
+    url = server.url
     line = server.wait_line(r"  (curl .*)")[1]
     answer = json.loads(subprocess.run(line, shell=True, capture_output=True, check=True).stdout)
     assert answer["usage"]["completion_tokens"] == 64 and url in line
@@ -77,7 +74,7 @@ def test_the_printed_curl_line_works(server: ServerProcess) -> None:
 
 
 def test_second_ctrl_c_quits_at_once(server: ServerProcess) -> None:
-    url = server.wait_url()
+    url = server.url
     engine = server.engine_pid()
     running = Background(f"{url}/v1/completions", {"prompt": "<slow>" * 50, "max_tokens": 200})
     wait_running(url)
@@ -94,7 +91,7 @@ def test_second_ctrl_c_quits_at_once(server: ServerProcess) -> None:
 
 
 def test_killed_engine_fails_requests_health_and_the_server(server: ServerProcess) -> None:
-    url = server.wait_url()
+    url = server.url
     body = json.dumps(SLOW_BODY | {"stream": True}).encode()
     headers = {"Content-Type": "application/json"}
     stream = urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, headers), timeout=10)
@@ -112,7 +109,7 @@ def test_killed_engine_fails_requests_health_and_the_server(server: ServerProces
 
 
 def test_exception_in_the_engine_fails_the_server(server: ServerProcess) -> None:
-    url = server.wait_url()
+    url = server.url
     status, answer = call(f"{url}/v1/completions", {"prompt": "<crash>"})
     assert status == 500 and "told to crash" in answer["error"]["message"]
     assert server.wait_exit() == 1 and "RuntimeError: told to crash" in server.output
@@ -122,8 +119,7 @@ def test_health_is_503_while_loading_and_sigterm_stops_it(fake_model: Path) -> N
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = ServerProcess(fake_model, "--port", str(port))
-    try:
+    with ServerProcess(fake_model, "--port", str(port), program="fake_core.py") as server:
         server.wait_line("loading tiny")
         status, answer = call(f"http://127.0.0.1:{port}/health")
         assert status == 503 and answer["error"]["code"] == "loading"
@@ -131,8 +127,6 @@ def test_health_is_503_while_loading_and_sigterm_stops_it(fake_model: Path) -> N
         assert "mambalign:generation_tokens_total 0.0" in call(f"http://127.0.0.1:{port}/metrics")[1]
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0 and "stopped while loading" in server.output
-    finally:
-        server.close()
 
 
 def test_refusals_are_one_line(fake_model: Path) -> None:
@@ -144,8 +138,8 @@ def test_refusals_are_one_line(fake_model: Path) -> None:
             (("--port", port), 1, f"serve: error: cannot listen on 127.0.0.1 port {port}"),
             (("--cache-memory", "10"), 2, "serve: error: --cache-memory 10: at least 1000 bytes"),
         ]:
-            server = ServerProcess(fake_model, *options)
-            assert server.wait_exit(60) == code
+            server = ServerProcess(fake_model, *options, program="fake_core.py")
+            assert server.wait_exit() == code
             assert server.lines[-1].startswith(words) and "Traceback" not in server.output
 
 

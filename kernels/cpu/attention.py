@@ -199,7 +199,7 @@ def paged_attention(
         np.float32(scale * LOG2_E),
     )
     num_workers = torch.get_num_threads()
-    if num_workers > 1 and 2 * query[0].numel() * int(lens @ (contexts + lens)) > PARALLEL_WORK:
+    if num_workers > 1 and 2 * query[0].numel() * int(lens.astype(np.int64) @ (contexts + lens)) > PARALLEL_WORK:
         pool = _pool(num_workers, os.getpid())
         list(pool.map(lambda worker: _attend(*arguments, worker, num_workers, out.numpy()), range(num_workers)))
     else:

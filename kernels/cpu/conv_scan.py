@@ -85,7 +85,8 @@ def mamba2_scan(
 def _address(tensor: torch.Tensor) -> int:
     """Of its first element; all but the first dimension are dense."""
     shape, strides = tensor.shape, tensor.stride()
-    assert strides[-1] == 1 and (len(shape) < 3 or shape[1] == 1 or strides[1] >= shape[2]), strides
+    dense = strides[-1] == 1 and (len(shape) != 3 or shape[1] == 1 or strides[1] == shape[2])
+    assert dense, f"strides {strides} of shape {shape}"
     return tensor.data_ptr()
 
 

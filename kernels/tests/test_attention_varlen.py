@@ -19,7 +19,7 @@ import torch
 import triton
 from numba import njit
 
-from mambalign.kernels import attention
+from mambalign.kernels import attention_triton
 from mambalign.kernels.attention import (
     paged_attention_varlen,
     paged_attention_varlen_reference,
@@ -259,9 +259,9 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
 @pytest.fixture
 def kernels(device: str):
     """The module whose kernels run on `device`: a copy that Triton interprets when there is no GPU."""
-    if device == "cuda" or not isinstance(attention.write_kv_kernel, triton.JITFunction):
-        return attention
-    spec = importlib.util.spec_from_file_location("interpreted_attention", attention.__file__)
+    if device == "cuda" or not isinstance(attention_triton.write_kv_kernel, triton.JITFunction):
+        return attention_triton
+    spec = importlib.util.spec_from_file_location("interpreted_attention_triton", attention_triton.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -333,7 +333,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mambalign.kernels import attention as a
+from mambalign.kernels import attention_triton as a
 
 def build(kernel, kinds, constants):
     names = kernel.arg_names

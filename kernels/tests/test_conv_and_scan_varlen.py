@@ -5,8 +5,11 @@ Texts are run side by side in random pieces, by the torch reference, by the CPU 
 read of what was not written, or of a rejected draft, shows in the output.
 """
 
+import importlib.util
 import random
 from dataclasses import dataclass, field, replace
+from functools import cache
+from types import ModuleType
 
 import pytest
 import torch
@@ -57,6 +60,22 @@ SHAPES = [
 ]
 SMALL_SHAPES = SHAPES[1:3]
 EVERYWHERE = pytest.mark.parametrize("path", ["reference", "cpu"])
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = pytest.mark.usefixtures("device")  # without a GPU
+LAYOUTS = pytest.mark.parametrize("layout", ["SD", "DS"])
+
+
+@cache
+def with_kernels(module: ModuleType) -> ModuleType:
+    """The module as it is on a GPU; else a copy of it whose kernels are interpreted."""
+    if DEVICE == "cuda":
+        return module
+    spec = importlib.util.find_spec(module.__name__)
+    copy = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        spec.loader.exec_module(copy)
+    return copy
 
 
 class Layer:
@@ -72,6 +91,7 @@ class Layer:
     ):
         generator = torch.Generator().manual_seed(shape.conv_dim)
         self.shape, self.path, self.layout, self.dtype = shape, path, layout, dtype
+        self.device = DEVICE if path == "triton" else "cpu"
         self.conv_weight = torch.randn(shape.conv_width, shape.conv_dim, generator=generator)
         self.conv_bias = torch.randn(shape.conv_dim, generator=generator)
         self.A = -torch.rand(shape.num_heads, generator=generator).mul(3).exp()
@@ -81,6 +101,9 @@ class Layer:
         self.conv_state = torch.full((NUM_BLOCKS, *slots), torch.nan, dtype=dtype)
         state = (shape.num_heads, shape.head_dim, shape.d_state)
         self.temporal_state = torch.full((NUM_BLOCKS, *state), torch.nan, dtype=temporal_dtype)
+        for name, value in list(vars(self).items()):
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, value.to(self.device))
 
     def run(self, rows: list[Row], source: random.Random | None = None) -> list[torch.Tensor]:
         """Outputs [q, heads, head_dim] by row. With a source, rows lie in random places among padding."""
@@ -101,7 +124,7 @@ class Layer:
         inert = source.randint(0, 2)
 
         def column(values, padding: int) -> torch.Tensor:
-            return torch.tensor([int(v) for v in values] + [padding] * inert, dtype=torch.int32)
+            return torch.tensor([int(v) for v in values] + [padding] * inert, dtype=torch.int32, device=self.device)
 
         batch = MambaRows(
             query_start=column(starts, num_tokens),
@@ -111,9 +134,10 @@ class Layer:
             conv_offset=column([row.conv_offset for row in rows], 0),
             temporal_block=column([row.temporal_block for row in rows], 0),
             is_decode=column([row.is_decode for row in rows], 0),
-            state_block=state_block,
+            state_block=state_block.to(self.device),
             all_decode=all(row.is_decode for row in rows),
         )
+        wide = wide.to(self.device)
         xbc, dt = wide[:, 3 : 3 + s.conv_dim], wide[:, 3 + s.conv_dim :]
         xbc = self.conv(xbc, self.conv_state, self.conv_weight, self.conv_bias, batch, self.layout)
         assert xbc.dtype == self.dtype
@@ -128,14 +152,19 @@ class Layer:
             self.temporal_state,
             batch,
         )
+        y = y.cpu()
         return [y[start : start + len(row.xbc)] for row, start in zip(rows, starts, strict=True)]
 
     def conv(self, *arguments) -> torch.Tensor:
+        if self.path == "triton":
+            return with_kernels(causal_conv1d).causal_conv1d_varlen_triton(*arguments)
         if self.path == "cpu":
             return causal_conv1d.causal_conv1d_varlen(*arguments)
         return causal_conv1d.causal_conv1d_varlen_reference(*arguments)
 
     def scan(self, *arguments) -> torch.Tensor:
+        if self.path == "triton":
+            return with_kernels(mamba2_scan).mamba2_scan_varlen_triton(*arguments)
         if self.path == "cpu":
             return mamba2_scan.mamba2_scan_varlen(*arguments)
         return mamba2_scan.mamba2_scan_varlen_reference(*arguments)
@@ -149,18 +178,19 @@ class Layer:
     def naive(self, xbc: torch.Tensor, dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The formulas in fp64, a token at a time: y [T, heads, head_dim] and the last state."""
         s = self.shape
-        taps = self.conv_weight.double()
+        taps, bias = self.conv_weight.cpu().double(), self.conv_bias.cpu()
+        A, D, dt_bias = self.A.cpu(), self.D.cpu(), self.dt_bias.cpu()
         padded = F.pad(xbc.double(), (0, 0, s.conv_width - 1, 0))
         windows = padded.unfold(0, s.conv_width, 1)  # [T, dim, W]
-        x, B, C = self.split(F.silu((windows * taps.t()).sum(-1) + self.conv_bias))
+        x, B, C = self.split(F.silu((windows * taps.t()).sum(-1) + bias))
         per_group = s.num_heads // s.num_groups
         B, C = B.repeat_interleave(per_group, 1), C.repeat_interleave(per_group, 1)
-        dt = F.softplus(dt.double() + self.dt_bias).clamp(min=DT_MIN)
+        dt = F.softplus(dt.double() + dt_bias).clamp(min=DT_MIN)
         state, outputs = torch.zeros(s.num_heads, s.head_dim, s.d_state, dtype=torch.float64), []
         for t in range(len(x)):
             update = (dt[t, :, None] * x[t])[..., None] * B[t, :, None]
-            state = torch.exp(dt[t] * self.A)[:, None, None] * state + update
-            outputs.append((state * C[t, :, None]).sum(-1) + self.D[:, None] * x[t])
+            state = torch.exp(dt[t] * A)[:, None, None] * state + update
+            outputs.append((state * C[t, :, None]).sum(-1) + D[:, None] * x[t])
         return torch.stack(outputs), state
 
     def run_whole(self, xbc: torch.Tensor, dt: torch.Tensor, block_id: int = NUM_BLOCKS - 1) -> torch.Tensor:
@@ -168,7 +198,8 @@ class Layer:
 
     def slots(self, block: int) -> torch.Tensor:
         """[state_len, dim]"""
-        return self.conv_state[block] if self.layout == "SD" else self.conv_state[block].t()
+        state = self.conv_state[block].cpu()
+        return state if self.layout == "SD" else state.t()
 
 
 def inputs(shape: Shape, num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,7 +214,7 @@ def check_values(layer: Layer, num_tokens: int) -> None:
     scale = want.abs().max()
     got = layer.run_whole(xbc, dt, block_id=3)
     torch.testing.assert_close(got / scale, (want / scale).float(), **tolerance("kernel", torch.float32))
-    torch.testing.assert_close(layer.temporal_state[3], state.float(), **tolerance("kernel", torch.float32))
+    torch.testing.assert_close(layer.temporal_state[3].cpu(), state.float(), **tolerance("kernel", torch.float32))
     window = layer.shape.conv_width - 1
     assert torch.equal(layer.slots(3)[:window], xbc[num_tokens - window :])
 
@@ -250,7 +281,7 @@ def check_schedule(layer: Layer, lengths: list[int], seed: int) -> None:
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("layout", ["SD", "DS"])
+@LAYOUTS
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bits_do_not_depend_on_pieces_batch_or_drafts(shape: Shape, layout: str, path: str) -> None:
     for seed in range(3):
@@ -285,7 +316,7 @@ def check_boundaries(layer: Layer, has_state: bool) -> None:
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("layout", ["SD", "DS"])
+@LAYOUTS
 @pytest.mark.parametrize("has_state", [False, True])
 def test_boundaries_get_the_state_after_exactly_their_tokens(layout: str, has_state: bool, path: str) -> None:
     for shape in SMALL_SHAPES:
@@ -306,7 +337,7 @@ def check_decode_slots(layer: Layer) -> None:
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("layout", ["SD", "DS"])
+@LAYOUTS
 def test_slots_of_a_decode_row_hold_the_inputs_that_the_rule_names(layout: str, path: str) -> None:
     check_decode_slots(Layer(SHAPES[1], path, layout))
 
@@ -339,3 +370,48 @@ def test_exp_of_the_cpu_kernels() -> None:
     conv_scan._silu(x.numpy(), out.numpy())
     want = F.silu(x.double())
     assert ((out - want).abs() <= 4e-7 * want.abs() + 1e-37).all()
+
+
+@INTERPRETED
+@LAYOUTS
+def test_triton_values_and_bits(layout: str) -> None:
+    for shape in SHAPES if DEVICE == "cuda" else [Shape(2, 10, 1, 12, 4), Shape(2, 3, 2, 5, 2)]:
+        check_values(Layer(shape, "triton", layout), 8)
+        check_schedule(Layer(shape, "triton", layout), [1, 9], seed=0)
+    check_boundaries(Layer(Shape(1, 5, 1, 6, 4), "triton", layout), has_state=layout == "SD")
+    check_decode_slots(Layer(Shape(1, 5, 1, 6, 4), "triton", layout))
+
+
+@INTERPRETED
+def test_triton_in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, channels, kept tokens and rows of a state in several tiles: the bits of a single one."""
+    shape = Shape(1, 8, 1, 6, 4)
+    xbc, dt = inputs(shape, 11, seed=0)
+    conv, scan = with_kernels(causal_conv1d), with_kernels(mamba2_scan)
+    wide_conv = Layer(shape, "triton").run_whole(xbc, dt)
+    for name, value in {"BLOCK_T": 4, "BLOCK_C": 8, "DECODE_BLOCK_T": 2, "BLOCK_KEPT": 4}.items():
+        monkeypatch.setattr(conv, name, value)
+    monkeypatch.setattr(scan, "THREAD_ELEMENTS", 1)
+    monkeypatch.setattr(scan, "NUM_WARPS", 1)
+    layer = Layer(shape, "triton", "DS")
+    keep = {0: 3, 5: 4, 6: 5, 10: 1}
+    assert torch.equal(layer.run([Row(xbc, dt, 1, keep=keep)])[0], wide_conv)
+    keep = {i: 6 + i for i in range(4)}
+    again = layer.run([Row(xbc[7:], dt[7:], 5, 5, is_decode=True, keep=keep)])[0]
+    assert torch.equal(again, wide_conv[7:])
+    for token, block in {0: 3, 5: 4}.items():
+        assert torch.equal(layer.slots(block)[:3], F.pad(xbc, (0, 0, 2, 0))[token : token + 3])
+
+
+@INTERPRETED
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_triton_16_bit(dtype: torch.dtype) -> None:
+    """Inputs and states of 16 bits: the same bits in pieces, and near the reference."""
+    shape = Shape(2, 4, 1, 6, 4)
+    check_schedule(Layer(shape, "triton", "SD", temporal_dtype=dtype, dtype=dtype), [1, 9], seed=0)
+    xbc, dt = inputs(shape, 20, seed=0)
+    xbc, dt = xbc.to(dtype), dt.to(dtype)
+    want = Layer(shape, "reference", dtype=dtype).run_whole(xbc, dt)
+    got = Layer(shape, "triton", dtype=dtype).run_whole(xbc, dt)
+    scale = want.abs().max()
+    torch.testing.assert_close(got / scale, want / scale, **tolerance("kernel", torch.bfloat16))

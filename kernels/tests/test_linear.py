@@ -114,6 +114,42 @@ def test_row_counts_of_the_library_are_padded_by_an_eighth_at_most(monkeypatch: 
     assert padded.sum() == 6 and padded.shape == (5, 2)
 
 
+def test_a_shape_whose_narrow_tiles_differ_on_a_gpu_uses_one_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(x, weight, out_dtype, tiles, segments):
+        return x * weight * (1 + 2.0**-20 * (tiles.block_m < 64))
+
+    monkeypatch.setattr(module, "linear_on_gpu", kernel)
+    shape, cpu = (1, 5, torch.float32), torch.device("cpu")
+    assert not module._is_invariant_on_gpu(*shape, cpu)
+    module._run_by_blocks.add(shape)
+    assert module._is_invariant_on_gpu(*shape, cpu)
+
+
+def test_the_library_serves_where_its_bits_are_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_rows = []
+
+    def kernel(x, weight, bias=None, **options):
+        kernel_rows.append(len(x))
+        return torch.mm(x, weight) * (1 + (len(x) == 1024))
+
+    monkeypatch.setattr(module, "linear_on_gpu", kernel)
+    monkeypatch.setattr(module.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(module, "MAX_LIBRARY_ELEMENTS", 4096 * 16)
+    weight, bias = torch.randn(8, 16).bfloat16(), torch.randn(16).bfloat16()
+    assert module._equal_library_rows(weight) == {512, 2048, 4096}
+    assert module._equal_library_rows(weight.float()) == module._equal_library_rows(weight.repeat(512, 1)) == set()
+    monkeypatch.setattr(module, "_library_rows", {(8, 16, torch.bfloat16): {512}})
+    kernel_rows.clear()
+    x = torch.randn(500, 8).bfloat16()
+    got = module._linear_on_gpu(x, weight, bias, "relu2", None)
+    assert not kernel_rows and torch.equal(got, relu2(torch.mm(x, weight) + bias))
+    for num_rows, out_dtype in ((500, torch.float32), (20, None)):
+        module._linear_on_gpu(x[:num_rows], weight, bias, None, out_dtype)
+    monkeypatch.setattr(module.torch.cuda, "is_current_stream_capturing", lambda: True)
+    module._linear_on_gpu(x, weight, bias, None, None)
+    assert kernel_rows == [500, 20, 500]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("k", "n"), [(4096, 18560), (4096, 4096), (21504, 4096), (256, 1288), (37, 53)])
