@@ -388,6 +388,8 @@ def compare(figures: list[dict[str, Any]], tokens: dict[str, dict[str, list[list
 
 def measure_all_figures(args: argparse.Namespace) -> None:
     """Figures of the engine with drafts and cache, and without where asked for; each engine in a process."""
+    from mambalign.engine.client import OPENMP_SETTINGS  # its own process has them before torch is imported
+
     machine = in_child(args, "machine")
     print(
         f"{machine['device']}, torch {machine['torch']}: copies at {machine['bytes_per_s'] / 1e12:.3f} TB/s (read plus "
@@ -402,11 +404,11 @@ def measure_all_figures(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as kernels:
         for name, spec_tokens, is_plain in engines:
             job = {"is_plain": is_plain, "machine": machine, "figures": figures}
+            env = OPENMP_SETTINGS | ({"TRITON_CACHE_DIR": kernels} if "start" in figures else {})
             if "start" in figures and not is_plain:
                 print(f"{name}, with an empty kernel cache", flush=True)
-                cold = in_child(args, "figures", spec_tokens, job | {"figures": []}, {"TRITON_CACHE_DIR": kernels})
+                cold = in_child(args, "figures", spec_tokens, job | {"figures": []}, env)
                 result[f"{name}, empty kernel cache"] = cold
-            env = {"TRITON_CACHE_DIR": kernels} if "start" in figures else {}
             print(name, flush=True)
             result[name] = in_child(args, "figures", spec_tokens, job, env)
     if args.compare_transformers:

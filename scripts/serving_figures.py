@@ -152,9 +152,10 @@ class Bench:
                 if run:
                     rates.append(rows * (sizes.output_tokens - 1) / (end - start))
                     strict.append(sum(n for t in timed for when, n in t.seen if when > start) / (end - start))
-            kept = self.mean_kept or self._tokens_a_step(before)
+            seen = self._tokens_a_step(before)
+            kept = self.mean_kept or seen
             step = self.model.decode_seconds(self.machine, rows, sizes.prompt_tokens + sizes.output_tokens // 2)
-            self.report(f"decode {rows}", rates, rows * kept / step, "tok/s", tokens_a_step=round(kept, 3))
+            self.report(f"decode {rows}", rates, rows * kept / step, "tok/s", tokens_a_step=round(seen, 3))
             self.results[f"decode {rows}"]["after_last_first_token"] = round(median(strict), 1)
 
     def _tokens_a_step(self, before) -> float:
