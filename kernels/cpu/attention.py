@@ -88,6 +88,51 @@ def _load_tile(cache_bits, shift, block_table, row, kv_head, first, low, high, t
             column, offset = column + 1, 0
 
 
+@njit(inline="always")
+def _weigh(weights, i, low, high, top, total, sums):
+    """Turn the scores of a tile, weights[i], into weights: 0 outside low .. high-1. Rescale what came before."""
+    for j in range(0, low):
+        weights[i, j] = -np.inf
+    for j in range(max(high, 0), KV_TILE):
+        weights[i, j] = -np.inf
+    new_top = max(top[i], max_64(weights, i))
+    for j in range(KV_TILE):
+        weights[i, j] = _exp2(weights[i, j] - new_top)
+    if new_top > top[i]:
+        share = _exp2(top[i] - new_top)
+        total[i] *= share
+        for d in range(sums.shape[1]):
+            sums[i, d] *= share
+        top[i] = new_top
+    total[i] += sum_64(weights, i)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _attend_item(queries, num_rows, group, first_position, key_bits, value_bits, shift, place, first_key):
+    """Weighted sums of values, and sums of weights, for `num_rows` rows (query, head) of one kv head.
+
+    queries [., D]: row i is query i // group, from `first_position` on. place: block table, row, kv head.
+    """
+    num_visible = first_position + num_rows // group  # to the last query
+    num_padded = -(-num_rows // PRODUCT_ROWS) * PRODUCT_ROWS
+    width = queries.shape[1]
+    keys = np.empty((width, KV_TILE), np.float32)
+    values = np.zeros((KV_TILE, width), np.float32)
+    weights = np.empty((num_padded, KV_TILE), np.float32)
+    sums = np.zeros((num_padded, width), np.float32)
+    top, total = np.full(num_rows, LOWEST), np.zeros(num_rows, np.float32)
+    for first in range(first_key // KV_TILE * KV_TILE, num_visible, KV_TILE):
+        _load_tile(key_bits, shift, *place, first, first_key, num_visible, values)
+        transpose(values, keys, KV_TILE, width)
+        _load_tile(value_bits, shift, *place, first, first_key, num_visible, values)
+        weights[:] = 0.0
+        add_product(queries, keys, weights, num_padded, KV_TILE, key_bits.shape[3])
+        for i in range(num_rows):
+            _weigh(weights, i, first_key - first, first_position + i // group + 1 - first, top, total, sums)
+        add_product(weights, values, sums, num_padded, width, min(KV_TILE, num_visible - first))
+    return sums, total
+
+
 @njit(cache=True, nogil=True, error_model="numpy")
 def _attend(
     query, key_bits, value_bits, shift, query_start, query_len, context_len, block_table, first_key, scale,
@@ -98,63 +143,30 @@ def _attend(
     kv_heads = key_bits.shape[2]
     group = num_heads // kv_heads
     item_queries = max(1, ITEM_ROWS // group)
-    width = (head_dim + COLUMNS - 1) // COLUMNS * COLUMNS
-    room = (item_queries * group + PRODUCT_ROWS - 1) // PRODUCT_ROWS * PRODUCT_ROWS
-    keys = np.zeros((width, KV_TILE), np.float32)
-    values = np.zeros((KV_TILE, width), np.float32)
-    weights = np.empty((room, KV_TILE), np.float32)
-    queries = np.zeros((room, width), np.float32)
-    sums = np.empty((room, width), np.float32)
-    top = np.empty(room, np.float32)
-    total = np.empty(room, np.float32)
-    item = 0
+    room = -(-item_queries * group // PRODUCT_ROWS) * PRODUCT_ROWS
+    queries = np.zeros((room, -(-head_dim // COLUMNS) * COLUMNS), np.float32)
+    item = -1
     for row in range(len(query_len)):
-        for first_query in range(0, query_len[row], item_queries):
-            num_queries = min(item_queries, query_len[row] - first_query)
-            first_token = query_start[row] + first_query
-            first_position = context_len[row] + first_query
-            num_visible = first_position + num_queries  # to the item's last query
-            num_rows = num_queries * group
-            num_padded = (num_rows + PRODUCT_ROWS - 1) // PRODUCT_ROWS * PRODUCT_ROWS
+        for first in range(0, query_len[row], item_queries):
+            num_rows = min(item_queries, query_len[row] - first) * group
             for kv_head in range(kv_heads):
                 item += 1
-                if (item - 1) % num_workers != worker:
+                if item % num_workers != worker:
                     continue
-                top[:], total[:], sums[:num_padded] = LOWEST, 0.0, 0.0
+                first_token, first_head = query_start[row] + first, kv_head * group
                 for i in range(num_rows):
-                    token, head = first_token + i // group, kv_head * group + i % group
                     for d in range(head_dim):
-                        queries[i, d] = query[token, head, d] * scale
-                for first in range(first_key // KV_TILE * KV_TILE, num_visible, KV_TILE):
-                    place = (block_table, row, kv_head, first, first_key, num_visible)
-                    _load_tile(key_bits, shift, *place, values)
-                    transpose(values, keys, KV_TILE, width)
-                    _load_tile(value_bits, shift, *place, values)
-                    weights[:num_padded] = 0.0
-                    add_product(queries, keys, weights, num_padded, KV_TILE, head_dim)
-                    for i in range(num_rows):
-                        high = first_position + i // group + 1 - first
-                        for j in range(0, first_key - first):
-                            weights[i, j] = -np.inf
-                        for j in range(max(high, 0), KV_TILE):
-                            weights[i, j] = -np.inf
-                        new_top = max(top[i], max_64(weights, i))
-                        for j in range(KV_TILE):
-                            weights[i, j] = _exp2(weights[i, j] - new_top)
-                        if new_top > top[i]:
-                            share = _exp2(top[i] - new_top)
-                            total[i] *= share
-                            for d in range(width):
-                                sums[i, d] *= share
-                            top[i] = new_top
-                        total[i] += sum_64(weights, i)
-                    add_product(weights, values, sums, num_padded, width, min(KV_TILE, num_visible - first))
+                        queries[i, d] = query[first_token + i // group, first_head + i % group, d] * scale
+                place = (block_table, row, kv_head)
+                sums, total = _attend_item(
+                    queries, num_rows, group, context_len[row] + first, key_bits, value_bits, shift, place, first_key
+                )
                 for i in range(num_rows):
-                    token, head = first_token + i // group, kv_head * group + i % group
                     # A total of 0 is a query without keys. Adding 0 makes every zero a positive one.
                     divisor = total[i] if total[i] != 0 else np.float32(1.0)
                     for d in range(head_dim):
-                        out[token, head, d] = sums[i, d] / divisor + np.float32(0.0)
+                        value = sums[i, d] / divisor + np.float32(0.0)
+                        out[first_token + i // group, first_head + i % group, d] = value
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
