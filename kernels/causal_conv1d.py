@@ -110,159 +110,128 @@ def _extend(x: torch.Tensor, slots: torch.Tensor, window: int, plan: ConvPlan) -
     return torch.cat(pieces)
 
 
-BLOCK_T, BLOCK_C = 16, 256  # tokens and channels of a program that only convolves
-DECODE_BLOCK_T = 4  # tokens at a time of one that also leaves the row's inputs
+BLOCK_T, BLOCK_C = 16, 512  # tokens and channels of a program that only convolves
 BLOCK_KEPT = 1024  # tokens whose state_block a program looks at at a time
+MAX_WIDTH = 4  # of a conv whose window lies in registers: the width of every published family
 
 
 @triton.jit
 def _row_input(
-    p_x, p_conv_state, o_input, o_channel, mask, start, block, offset, temporal_block,
-    X_STRIDE: tl.constexpr, DIM: tl.constexpr, STATE_LEN: tl.constexpr, DIM_FIRST: tl.constexpr, WINDOW: tl.constexpr,
+    p_row, p_window, i_input, o_channel, window_dim,
+    X_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Inputs of a row by number; those before its first, below 0, are in the window that it found, or zeros."""
-    window_end = tl.where(temporal_block >= 0, 0, -WINDOW)
-    o_slot = offset + WINDOW + o_input
-    o_state = o_channel * STATE_LEN + o_slot if DIM_FIRST else o_slot * DIM + o_channel
-    p_old = p_conv_state + block.to(tl.int64) * (DIM * STATE_LEN) + o_state
-    b_old = tl.load(p_old, mask=mask & (o_input < window_end), other=0.0)
-    p_new = p_x + (start + o_input).to(tl.int64) * X_STRIDE + o_channel
-    return tl.where(o_input < 0, b_old, tl.load(p_new, mask=mask & (o_input >= 0), other=0.0))
-
-
-@triton.jit
-def _convolve(
-    p_x, p_conv_state, p_weight, p_bias, p_y, first, o_channel, start, num_inputs, block, offset, temporal_block,
-    X_STRIDE: tl.constexpr, DIM: tl.constexpr, STATE_LEN: tl.constexpr, DIM_FIRST: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """y of BLOCK_T inputs from number `first`. Each element alone, taps in order, fused: the same bits in any tile."""
-    o_input = first + tl.arange(0, BLOCK_T)[:, None]
-    mask = (o_input < num_inputs) & (o_channel < DIM)
-    b_sums = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
-    if HAS_BIAS:
-        b_sums += tl.load(p_bias + o_channel, mask=o_channel < DIM, other=0.0)
-    for tap in tl.static_range(WINDOW + 1):
-        b_x = _row_input(
-            p_x, p_conv_state, o_input - WINDOW + tap, o_channel, mask, start, block, offset, temporal_block,
-            X_STRIDE, DIM, STATE_LEN, DIM_FIRST, WINDOW,
-        )  # fmt: skip
-        b_weight = tl.load(p_weight + tap * DIM + o_channel, mask=o_channel < DIM, other=0.0)
-        b_sums = tl.fma(tl.broadcast_to(b_weight, [BLOCK_T, BLOCK_C]), b_x.to(tl.float32), b_sums)
-    b_y = b_sums / (1.0 + tl.exp(-b_sums))
-    p_token = p_y + (start + o_input).to(tl.int64) * DIM + o_channel
-    tl.store(p_token, b_y.to(p_y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _leave_inputs(p_conv_state, block, b_inputs, o_slot, o_channel, mask, DIM, STATE_LEN, DIM_FIRST: tl.constexpr):
-    o_state = o_channel * STATE_LEN + o_slot if DIM_FIRST else o_slot * DIM + o_channel
-    tl.store(p_conv_state + block.to(tl.int64) * (DIM * STATE_LEN) + o_state, b_inputs, mask=mask)
+    """Input i_input of a row; those before its first, -WINDOW .. -1, are in the window that it found; else zeros."""
+    dim_old = tl.where(i_input < 0, tl.where(i_input >= -WINDOW, window_dim, 0), 0)
+    b_old = tl.load(p_window + i_input * SLOT_STRIDE, mask=o_channel < dim_old, other=0.0)
+    dim_new = tl.where(i_input < 0, 0, DIM)
+    b_new = tl.load(p_row + i_input.to(tl.int64) * X_STRIDE, mask=o_channel < dim_new, other=0.0)
+    return tl.where(i_input < 0, b_old, b_new)
 
 
 @triton.jit
 def causal_conv1d_kernel(
     p_x, p_conv_state, p_weight, p_bias, p_y,
     p_query_start, p_query_len, p_conv_block, p_conv_offset, p_temporal_block,
-    X_STRIDE: tl.constexpr, DIM: tl.constexpr, STATE_LEN: tl.constexpr, DIM_FIRST: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    X_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr,
+    DIM: tl.constexpr, WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, LEAVES_INPUTS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """y = silu(bias + sum_k weight[k] * input[. - (W-1) + k]) of every row, which may have any length.
+    """y_i = silu(bias + sum_k weight[k] * input[i - (W-1) + k]) of all rows, channel by channel, oldest tap first.
 
-    Grid (channel tiles, token tiles of the longest row, rows). A program owns y of BLOCK_T tokens x BLOCK_C channels;
-    reads their inputs, and the row's old window where they reach into it; writes y. Sums in fp32. Leaves states alone:
-    `leave_conv_inputs_kernel` follows when all windows have been read.
+    Grid (channel tiles, rows, token tiles of the longest row). A program owns BLOCK_T tokens of a row and keeps the
+    three inputs before a token in registers. Reads inputs, and the row's old window where they reach into it; writes y.
+    Sums in fp32, fused. LEAVES_INPUTS, when all are decode rows: a program owns all tokens of its row, and slot s of
+    conv_block becomes input s - (W-2), in place, after the window has been read.
     """
-    i_row, first = tl.program_id(2), tl.program_id(1) * BLOCK_T
+    i_row, first = tl.program_id(1), tl.program_id(2) * BLOCK_T
     num_inputs = tl.load(p_query_len + i_row)
     if first < num_inputs:
-        o_channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-        start, block = tl.load(p_query_start + i_row), tl.load(p_conv_block + i_row)
-        offset, temporal_block = tl.load(p_conv_offset + i_row), tl.load(p_temporal_block + i_row)
-        _convolve(
-            p_x, p_conv_state, p_weight, p_bias, p_y, first, o_channel, start, num_inputs, block, offset,
-            temporal_block, X_STRIDE, DIM, STATE_LEN, DIM_FIRST, WINDOW, HAS_BIAS, BLOCK_T, BLOCK_C,
-        )  # fmt: skip
-
-
-@triton.jit
-def causal_conv1d_decode_kernel(
-    p_x, p_conv_state, p_weight, p_bias, p_y,
-    p_query_start, p_query_len, p_conv_block, p_conv_offset, p_temporal_block,
-    X_STRIDE: tl.constexpr, DIM: tl.constexpr, STATE_LEN: tl.constexpr, DIM_FIRST: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """y, and the inputs that decode rows leave: slot s of conv_block = input s - (W-2), for s < W-2 + query_len.
-
-    Grid (channel tiles, rows). A program owns all tokens and all slots of a row for BLOCK_C channels. Reads inputs and
-    the old window; writes y and conv_block, in place: every thread has read before one writes. Sums in fp32.
-    """
-    i_row = tl.program_id(1)
-    num_inputs = tl.load(p_query_len + i_row)
-    if num_inputs > 0:
-        o_channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-        start, block = tl.load(p_query_start + i_row), tl.load(p_conv_block + i_row)
-        offset, temporal_block = tl.load(p_conv_offset + i_row), tl.load(p_temporal_block + i_row)
-        o_slot = tl.arange(0, BLOCK_S)[:, None]
-        mask = (o_slot < WINDOW - 1 + num_inputs) & (o_channel < DIM)
-        b_inputs = _row_input(
-            p_x, p_conv_state, o_slot - (WINDOW - 1), o_channel, mask, start, block, offset, temporal_block,
-            X_STRIDE, DIM, STATE_LEN, DIM_FIRST, WINDOW,
-        )  # fmt: skip
-        for first in range(0, num_inputs, BLOCK_T):
-            _convolve(
-                p_x, p_conv_state, p_weight, p_bias, p_y, first, o_channel, start, num_inputs, block, offset,
-                temporal_block, X_STRIDE, DIM, STATE_LEN, DIM_FIRST, WINDOW, HAS_BIAS, BLOCK_T, BLOCK_C,
-            )  # fmt: skip
-        tl.debug_barrier()
-        _leave_inputs(p_conv_state, block, b_inputs, o_slot, o_channel, mask, DIM, STATE_LEN, DIM_FIRST)
+        o_channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+        mask = o_channel < DIM
+        start = tl.load(p_query_start + i_row).to(tl.int64)
+        p_row, p_out = p_x + start * X_STRIDE + o_channel, p_y + (start + first) * DIM + o_channel
+        p_block = p_conv_state + tl.load(p_conv_block + i_row).to(tl.int64) * BLOCK_STRIDE + o_channel * CHANNEL_STRIDE
+        p_window = p_block + (tl.load(p_conv_offset + i_row) + WINDOW) * SLOT_STRIDE
+        window_dim = tl.where(tl.load(p_temporal_block + i_row) >= 0, DIM, 0)
+        b_x3 = _row_input(p_row, p_window, first - 3, o_channel, window_dim, X_STRIDE, SLOT_STRIDE, DIM, WINDOW)
+        b_x2 = _row_input(p_row, p_window, first - 2, o_channel, window_dim, X_STRIDE, SLOT_STRIDE, DIM, WINDOW)
+        b_x1 = _row_input(p_row, p_window, first - 1, o_channel, window_dim, X_STRIDE, SLOT_STRIDE, DIM, WINDOW)
+        b_next = tl.load(p_row + first.to(tl.int64) * X_STRIDE, mask=mask, other=0.0)
+        # a tap that the conv is too narrow for has weight 0 and input 0
+        b_w3 = tl.load(p_weight + (WINDOW - 3) * DIM + o_channel, mask=mask & (WINDOW >= 3), other=0.0)
+        b_w2 = tl.load(p_weight + (WINDOW - 2) * DIM + o_channel, mask=mask & (WINDOW >= 2), other=0.0)
+        b_w1 = tl.load(p_weight + (WINDOW - 1) * DIM + o_channel, mask=mask & (WINDOW >= 1), other=0.0)
+        b_w0 = tl.load(p_weight + WINDOW * DIM + o_channel, mask=mask, other=0.0)
+        b_bias = tl.load(p_bias + o_channel, mask=mask & HAS_BIAS, other=0.0)
+        stop = tl.minimum(first + BLOCK_T, num_inputs)
+        if LEAVES_INPUTS:
+            stop = num_inputs
+            tl.debug_barrier()  # every thread has read before one writes
+            if WINDOW == 3:
+                tl.store(p_block, b_x2, mask=mask)
+            if WINDOW >= 2:
+                tl.store(p_block + (WINDOW - 2) * SLOT_STRIDE, b_x1, mask=mask)
+        for i_input in range(first, stop):
+            b_x0 = b_next
+            b_next = tl.load(p_row + tl.minimum(i_input + 1, stop - 1).to(tl.int64) * X_STRIDE, mask=mask, other=0.0)
+            b_sums = tl.fma(b_w3, b_x3.to(tl.float32), b_bias)
+            b_sums = tl.fma(b_w2, b_x2.to(tl.float32), b_sums)
+            b_sums = tl.fma(b_w1, b_x1.to(tl.float32), b_sums)
+            b_sums = tl.fma(b_w0, b_x0.to(tl.float32), b_sums)
+            b_y = b_sums / (1.0 + tl.exp(-b_sums))
+            tl.store(p_out, b_y.to(p_y.dtype.element_ty), mask=mask)
+            p_out += DIM
+            if LEAVES_INPUTS:
+                tl.store(p_block + (WINDOW - 1 + i_input) * SLOT_STRIDE, b_x0, mask=mask)
+            b_x3, b_x2, b_x1 = b_x2, b_x1, b_x0
 
 
 @triton.jit
 def leave_conv_inputs_kernel(
     p_x, p_conv_state,
     p_query_start, p_query_len, p_conv_block, p_conv_offset, p_temporal_block, p_is_decode, p_state_block,
-    X_STRIDE: tl.constexpr, DIM: tl.constexpr, STATE_LEN: tl.constexpr, DIM_FIRST: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_KEPT: tl.constexpr,
+    X_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr,
+    DIM: tl.constexpr, WINDOW: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_KEPT: tl.constexpr,
 ):  # fmt: skip
     """The inputs that rows leave: decode rows as above; prefill rows their last W-1, and W-1 at each kept token.
 
     Grid (channel tiles, rows). A program owns all slots that a row leaves, for BLOCK_C channels. Reads inputs, the old
-    window and state_block; writes the blocks of kept tokens, then conv_block, in place: every thread has read before
-    one writes. Values are moved, not computed with.
+    window and state_block; writes the blocks of kept tokens, then conv_block, in place, slot by slot upwards: a slot is
+    written after what it holds was read. Values are moved, not computed with.
     """
     NONE: tl.constexpr = 2147483647
     i_row = tl.program_id(1)
     num_inputs = tl.load(p_query_len + i_row)
     if num_inputs > 0:
-        o_channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-        start, block = tl.load(p_query_start + i_row), tl.load(p_conv_block + i_row)
-        offset, temporal_block = tl.load(p_conv_offset + i_row), tl.load(p_temporal_block + i_row)
+        o_channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+        mask = o_channel < DIM
+        start, block = tl.load(p_query_start + i_row).to(tl.int64), tl.load(p_conv_block + i_row)
+        p_row, p_channels = p_x + start * X_STRIDE + o_channel, p_conv_state + o_channel * CHANNEL_STRIDE
+        p_block = p_channels + block.to(tl.int64) * BLOCK_STRIDE
+        p_window = p_block + (tl.load(p_conv_offset + i_row) + WINDOW) * SLOT_STRIDE
+        window_dim = tl.where(tl.load(p_temporal_block + i_row) >= 0, DIM, 0)
         is_decode = tl.load(p_is_decode + i_row) != 0
-        o_slot = tl.arange(0, BLOCK_S)[:, None]
-        mask = (o_slot < WINDOW) & (o_channel < DIM)
         for first in range(0, tl.where(is_decode, 0, num_inputs), BLOCK_KEPT):
             o_token = first + tl.arange(0, BLOCK_KEPT)
             b_kept = tl.load(p_state_block + start + o_token, mask=o_token < num_inputs, other=-1)
             o_kept = tl.where((b_kept >= 0) & (b_kept != block), o_token, NONE)
-            token = tl.min(o_kept, 0)
-            while token != NONE:
-                b_inputs = _row_input(
-                    p_x, p_conv_state, token + 1 - WINDOW + o_slot, o_channel, mask, start, block, offset,
-                    temporal_block, X_STRIDE, DIM, STATE_LEN, DIM_FIRST, WINDOW,
-                )  # fmt: skip
-                kept = tl.load(p_state_block + start + token)
-                _leave_inputs(p_conv_state, kept, b_inputs, o_slot, o_channel, mask, DIM, STATE_LEN, DIM_FIRST)
-                token = tl.min(tl.where(o_kept > token, o_kept, NONE), 0)
-
+            i_token = tl.min(o_kept, 0)
+            while i_token != NONE:
+                p_kept = p_channels + tl.load(p_state_block + start + i_token).to(tl.int64) * BLOCK_STRIDE
+                for slot in range(WINDOW):
+                    b_input = _row_input(
+                        p_row, p_window, i_token + 1 - WINDOW + slot, o_channel, window_dim,
+                        X_STRIDE, SLOT_STRIDE, DIM, WINDOW,
+                    )  # fmt: skip
+                    tl.store(p_kept + slot * SLOT_STRIDE, b_input, mask=mask)
+                i_token = tl.min(tl.where(o_kept > i_token, o_kept, NONE), 0)
         oldest = tl.where(is_decode, 1 - WINDOW, num_inputs - WINDOW)
-        mask = (o_slot < num_inputs - oldest) & (o_channel < DIM)
-        b_inputs = _row_input(
-            p_x, p_conv_state, oldest + o_slot, o_channel, mask, start, block, offset, temporal_block,
-            X_STRIDE, DIM, STATE_LEN, DIM_FIRST, WINDOW,
-        )  # fmt: skip
-        tl.debug_barrier()
-        _leave_inputs(p_conv_state, block, b_inputs, o_slot, o_channel, mask, DIM, STATE_LEN, DIM_FIRST)
+        for slot in range(0, num_inputs - oldest):
+            b_input = _row_input(
+                p_row, p_window, oldest + slot, o_channel, window_dim, X_STRIDE, SLOT_STRIDE, DIM, WINDOW
+            )
+            tl.debug_barrier()  # every thread has read before one writes
+            tl.store(p_block + slot * SLOT_STRIDE, b_input, mask=mask)
 
 
 def causal_conv1d_varlen_reference(
@@ -316,26 +285,23 @@ def causal_conv1d_varlen_triton(
     layout: str,
 ) -> torch.Tensor:
     """`causal_conv1d_varlen_reference` in one launch when all rows are decode rows, else in two."""
-    (num_tokens, dim), num_rows = x.shape, len(rows.query_start)
+    (num_tokens, dim), num_rows, width = x.shape, len(rows.query_start), weight.shape[0]
+    assert width <= MAX_WIDTH, f"a conv of width {width}"
     y = torch.empty(num_tokens, dim, dtype=x.dtype, device=x.device)
-    if rows.max_query_len == 0 or num_rows == 0:
+    if num_tokens == 0 or num_rows == 0:
         return y
-    dim_first = layout == "DS"
-    state_len = conv_state.shape[2 if dim_first else 1]
+    strides = conv_state.stride() if layout == "SD" else (conv_state.stride(0), 1, conv_state.stride(1))
+    sizes = (x.stride(0), *strides, dim, width - 1)
     where = (rows.query_start, rows.query_len, rows.conv_block, rows.conv_offset, rows.temporal_block)
-    sizes = (x.stride(0), dim, state_len, dim_first, weight.shape[0] - 1)
-    tensors = (x, conv_state, weight, weight if bias is None else bias, y)
-    block_s, channel_tiles = triton.next_power_of_2(state_len), triton.cdiv(dim, BLOCK_C)
-    if rows.all_decode:
-        causal_conv1d_decode_kernel[channel_tiles, num_rows](
-            *tensors, *where, *sizes, bias is not None, DECODE_BLOCK_T, BLOCK_C, block_s
+    channel_tiles, token_tiles = triton.cdiv(dim, BLOCK_C), triton.cdiv(max(rows.max_query_len, 1), BLOCK_T)
+    causal_conv1d_kernel[channel_tiles, num_rows, 1 if rows.all_decode else token_tiles](
+        x, conv_state, weight, weight if bias is None else bias, y, *where,
+        *sizes, bias is not None, rows.all_decode, BLOCK_T, BLOCK_C,
+    )  # fmt: skip
+    if not rows.all_decode:
+        leave_conv_inputs_kernel[channel_tiles, num_rows](
+            x, conv_state, *where, rows.is_decode, rows.state_block, *sizes, BLOCK_C, BLOCK_KEPT
         )
-        return y
-    grid = (channel_tiles, triton.cdiv(rows.max_query_len, BLOCK_T), num_rows)
-    causal_conv1d_kernel[grid](*tensors, *where, *sizes, bias is not None, BLOCK_T, BLOCK_C)
-    leave_conv_inputs_kernel[channel_tiles, num_rows](
-        x, conv_state, *where, rows.is_decode, rows.state_block, *sizes, BLOCK_C, block_s, BLOCK_KEPT
-    )
     return y
 
 

@@ -182,9 +182,9 @@ NUM_WARPS = 2  # of a program of the scan
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def scan_inputs_kernel(
-    p_dt_raw, p_A, p_dt_bias, dt_min, p_B, p_C, p_dt, p_decay, p_BC, num_tokens,
+    p_dt_raw, p_A, p_dt_bias, dt_min, p_B, p_C, p_dt, p_decay, p_BC,
     DT_STRIDE: tl.constexpr, BC_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, BC_WIDTH: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -372,13 +372,13 @@ def mamba2_scan_varlen_triton(
     num_groups, d_state = B.shape[1:]
     assert B.stride(0) == C.stride(0), (B.stride(), C.stride())
     y = torch.empty(num_tokens, num_heads, head_dim, device=x.device)
-    if rows.max_query_len == 0 or len(rows.query_start) == 0:
+    if num_tokens == 0 or len(rows.query_start) == 0:
         return y
     bc_width, power = num_groups * d_state, triton.next_power_of_2
     dt, decay = torch.empty(2, num_tokens, num_heads, device=x.device)
     BC = torch.empty(num_tokens, 2 * bc_width, device=x.device)
     scan_inputs_kernel[num_tokens,](
-        dt_raw, A, dt_bias, dt_min, B, C, dt, decay, BC, num_tokens,
+        dt_raw, A, dt_bias, dt_min, B, C, dt, decay, BC,
         dt_raw.stride(0), B.stride(0), num_heads, bc_width, power(num_heads), power(bc_width),
     )  # fmt: skip
     block_i = power(triton.cdiv(d_state, 4))

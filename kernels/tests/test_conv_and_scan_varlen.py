@@ -389,7 +389,7 @@ def test_triton_in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     xbc, dt = inputs(shape, 11, seed=0)
     conv, scan = with_kernels(causal_conv1d), with_kernels(mamba2_scan)
     wide_conv = Layer(shape, "triton").run_whole(xbc, dt)
-    for name, value in {"BLOCK_T": 4, "BLOCK_C": 8, "DECODE_BLOCK_T": 2, "BLOCK_KEPT": 4}.items():
+    for name, value in {"BLOCK_T": 4, "BLOCK_C": 8, "BLOCK_KEPT": 4}.items():
         monkeypatch.setattr(conv, name, value)
     monkeypatch.setattr(scan, "THREAD_ELEMENTS", 1)
     monkeypatch.setattr(scan, "NUM_WARPS", 1)
