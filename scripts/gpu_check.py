@@ -11,6 +11,7 @@ The package need not be installed. Exit code 1 if a part did not pass.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -114,10 +115,10 @@ def run(part: Part, limit: float, env: dict[str, str]) -> dict[str, Any]:
 
     def stop() -> None:
         timed_out.set()
-        os.killpg(process.pid, signal.SIGTERM)
-        time.sleep(KILL_SECONDS)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+                os.killpg(process.pid, number)
+            time.sleep(KILL_SECONDS)
 
     timer = threading.Timer(limit, stop)
     timer.daemon = True
