@@ -68,7 +68,7 @@ class Cell:
         states_for_one_request = states_for_one(self.spec_tokens, self.runner == "v2")
         if name != "tight":
             return Pools(name, 96 + 8 * states_for_one_request, 4096 // size)
-        prompt, reply = self.block_tokens + 9, max(30, self.block_tokens)
+        prompt, reply = self.block_tokens + 9, max(40, self.block_tokens)
         admitted = -(-(prompt + self.spec_tokens + 1) // size)
         longest = -(-(prompt + reply + steps_ahead * self.spec_tokens + max(1, self.spec_tokens)) // size)
         return Pools(name, 2 * states_for_one_request + 2, max(longest, 2 * admitted + 1), prompt + reply)

@@ -22,6 +22,7 @@ KERNEL_MODULES = (
     "preprocess_mamba_align",
     "rms_norm",
     "sampling",
+    "scatter_rows",
 )
 
 IMPORTED_TOO_EARLY = "triton" in sys.modules and os.environ.get(INTERPRET) != "1"

@@ -42,6 +42,7 @@ def load_model(
     parsed = parse_config(path)
     if torch.device(device).type == "cpu":
         keep_freed_memory()
+        compile_cpu_kernels(dtype)
     if load_format == "dummy":
         weights = DummyWeights(dtype, device, parsed.tie_word_embeddings)
     else:
@@ -50,6 +51,12 @@ def load_model(
     weights.finish()
     check_linear_invariance(model.linear_weights())
     return model
+
+
+def compile_cpu_kernels(dtype: torch.dtype) -> None:
+    from mambalign.kernels.cpu import warm_up  # only here: a machine with a GPU need not have numba
+
+    warm_up(dtype)
 
 
 def weight_bytes(path: str | Path, dtype: torch.dtype) -> int:
