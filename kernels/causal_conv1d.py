@@ -262,7 +262,7 @@ def causal_conv1d_varlen_reference(
         has_window = int(rows.temporal_block[row]) >= 0
         old = slots[block, offset : offset + window] if has_window else x.new_zeros(window, x.shape[1])
         inputs = torch.cat([old, x[start : start + num_inputs]])  # input i is inputs[window + i]
-        sums = torch.zeros(num_inputs, x.shape[1], device=x.device) if bias is None else bias
+        sums = torch.zeros(x.shape[1], dtype=torch.float32, device=x.device) if bias is None else bias
         for tap in range(window + 1):
             sums = sums + weight[tap] * inputs[tap : tap + num_inputs].float()
         y[start : start + num_inputs] = silu(sums)

@@ -232,10 +232,45 @@ def _store_quarters(p, mask, o_i, b_0, b_1, b_2, b_3, D_STATE: tl.constexpr, BLO
 
 
 @triton.jit
+def _token_inputs(
+    p_x, p_dt, p_decay, p_B, i_token, o_p, o_i,
+    X_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, BC_WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D_STATE: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """x, dt and decay of a token of the row; B and C by quarters."""
+    token = i_token.to(tl.int64)
+    b_x = tl.load(p_x + token * X_STRIDE, mask=o_p < HEAD_DIM, other=0.0).to(tl.float32)
+    dt, decay = tl.load(p_dt + token * NUM_HEADS), tl.load(p_decay + token * NUM_HEADS)
+    p_B += token * (2 * BC_WIDTH)
+    b_B0, b_B1, b_B2, b_B3 = _load_quarters(p_B, o_i < D_STATE, o_i, D_STATE, BLOCK_I)
+    b_C0, b_C1, b_C2, b_C3 = _load_quarters(p_B + BC_WIDTH, o_i < D_STATE, o_i, D_STATE, BLOCK_I)
+    return b_x, dt, decay, b_B0, b_B1, b_B2, b_B3, b_C0, b_C1, b_C2, b_C3
+
+
+@triton.jit
 def _advance(b_h, b_dtx, b_B, decay, STATE_DTYPE: tl.constexpr):
     """decay * h + dtx outer B, rounded to the dtype of the state."""
     b_new = tl.fma(b_h, tl.broadcast_to(decay, b_h.shape), b_dtx[:, None] * b_B[None, :])
     return b_new.to(STATE_DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _step(
+    b_h0, b_h1, b_h2, b_h3, b_x, dt, decay, b_B0, b_B1, b_B2, b_B3, b_C0, b_C1, b_C2, b_C3, D,
+    STATE_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The state after a token, and its y: a chain of fused multiply-adds over the quarters, then a sum."""
+    b_dtx = dt * b_x
+    b_h0 = _advance(b_h0, b_dtx, b_B0, decay, STATE_DTYPE)
+    b_h1 = _advance(b_h1, b_dtx, b_B1, decay, STATE_DTYPE)
+    b_h2 = _advance(b_h2, b_dtx, b_B2, decay, STATE_DTYPE)
+    b_h3 = _advance(b_h3, b_dtx, b_B3, decay, STATE_DTYPE)
+    b_sums = b_h0 * b_C0[None, :]
+    b_sums = tl.fma(b_h1, tl.broadcast_to(b_C1[None, :], b_h1.shape), b_sums)
+    b_sums = tl.fma(b_h2, tl.broadcast_to(b_C2[None, :], b_h2.shape), b_sums)
+    b_sums = tl.fma(b_h3, tl.broadcast_to(b_C3[None, :], b_h3.shape), b_sums)
+    b_y = tl.fma(tl.broadcast_to(D, b_x.shape), b_x, tl.sum(b_sums, 1))
+    return b_h0, b_h1, b_h2, b_h3, b_y
 
 
 @triton.jit
@@ -249,71 +284,77 @@ def mamba2_scan_kernel(
 
     Grid (tiles of all heads, rows). A program owns BLOCK_P rows of a head's state over all tokens of a row, in
     registers, in fp32, rounded to the state's dtype after every token, as four quarters [BLOCK_P, BLOCK_I]: few threads
-    share a row, and a sum over d_state is a chain of fused multiply-adds over the quarters, then a sum over BLOCK_I.
-    Reads inputs, a token ahead, and temporal_block; writes y and the blocks of kept tokens. One binary serves prefill,
-    decode, verification and boundaries.
+    share a row of it. Reads inputs and temporal_block; writes y and the blocks of kept tokens. One binary serves
+    prefill, decode, verification and boundaries.
+
+    Two tokens a turn, a and b in turn: a token's inputs are loaded, then what the one before left is stored (a branch,
+    past which the compiler does not move the loads), then the one before is computed while the loads are under way.
+    A turn over the end computes a last token that nobody looks at.
     """
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     BC_WIDTH: tl.constexpr = NUM_GROUPS * D_STATE
+    Y_STRIDE: tl.constexpr = NUM_HEADS * HEAD_DIM
     STATE_SIZE: tl.constexpr = NUM_HEADS * HEAD_DIM * D_STATE
     STATE_DTYPE: tl.constexpr = p_temporal_state.dtype.element_ty
     i_head, i_row = tl.program_id(0) // TILES, tl.program_id(1)
     start, num_tokens = tl.load(p_query_start + i_row).to(tl.int64), tl.load(p_query_len + i_row)
     o_p, o_i = tl.program_id(0) % TILES * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_I)
     p_x += start * X_STRIDE + i_head * HEAD_DIM + o_p
-    p_y += start * (NUM_HEADS * HEAD_DIM) + i_head * HEAD_DIM + o_p
+    p_y += start * Y_STRIDE + i_head * HEAD_DIM + o_p
     p_dt += start * NUM_HEADS + i_head
     p_decay += start * NUM_HEADS + i_head
     p_B = p_BC + start * (2 * BC_WIDTH) + i_head // (NUM_HEADS // NUM_GROUPS) * D_STATE + o_i
     p_state_block += start
     if num_tokens > 0:
-        p_head = p_temporal_state + i_head.to(tl.int64) * (HEAD_DIM * D_STATE) + o_p[:, None] * D_STATE + o_i[None, :]
-        o_i2, p_mask = o_i[None, :], o_p < HEAD_DIM
-        mask = p_mask[:, None]
-        block = tl.load(p_temporal_block + i_row)
+        p_mask, mask, o_n = o_p < HEAD_DIM, (o_p < HEAD_DIM)[:, None], o_i[None, :]
+        p_head = p_temporal_state + i_head.to(tl.int64) * (HEAD_DIM * D_STATE) + o_p[:, None] * D_STATE + o_n
+        D, block, last = tl.load(p_D + i_head), tl.load(p_temporal_block + i_row), num_tokens - 1
         found = o_p < tl.where(block >= 0, HEAD_DIM, 0)
-        p_block = p_head + block.to(tl.int64) * STATE_SIZE
-        b_h0, b_h1, b_h2, b_h3 = _load_quarters(p_block, found[:, None], o_i2, D_STATE, BLOCK_I)
-        D = tl.load(p_D + i_head)
-        b_x = tl.load(p_x, mask=p_mask, other=0.0).to(tl.float32)
-        dt, decay, kept = tl.load(p_dt), tl.load(p_decay), tl.load(p_state_block)
-        b_B0, b_B1, b_B2, b_B3 = _load_quarters(p_B, o_i < D_STATE, o_i, D_STATE, BLOCK_I)
-        b_C0, b_C1, b_C2, b_C3 = _load_quarters(p_B + BC_WIDTH, o_i < D_STATE, o_i, D_STATE, BLOCK_I)
-        kept_before, b_y = -1, tl.zeros([BLOCK_P], tl.float32)
-        for i_token in tl.range(0, num_tokens, loop_unroll_factor=2):
-            ahead = tl.minimum(i_token + 1, num_tokens - 1).to(tl.int64)
-            next_x = tl.load(p_x + ahead * X_STRIDE, mask=p_mask, other=0.0).to(tl.float32)
-            next_dt, next_decay = tl.load(p_dt + ahead * NUM_HEADS), tl.load(p_decay + ahead * NUM_HEADS)
-            next_kept = tl.load(p_state_block + ahead)
-            p_next = p_B + ahead * (2 * BC_WIDTH)
-            next_B0, next_B1, next_B2, next_B3 = _load_quarters(p_next, o_i < D_STATE, o_i, D_STATE, BLOCK_I)
-            next_C0, next_C1, next_C2, next_C3 = _load_quarters(p_next + BC_WIDTH, o_i < D_STATE, o_i, D_STATE, BLOCK_I)
-
+        b_h0, b_h1, b_h2, b_h3 = _load_quarters(
+            p_head + block.to(tl.int64) * STATE_SIZE, found[:, None], o_n, D_STATE, BLOCK_I
+        )
+        a_x, a_dt, a_decay, a_B0, a_B1, a_B2, a_B3, a_C0, a_C1, a_C2, a_C3 = _token_inputs(
+            p_x, p_dt, p_decay, p_B, last * 0, o_p, o_i, X_STRIDE, NUM_HEADS, BC_WIDTH, HEAD_DIM, D_STATE, BLOCK_I
+        )
+        a_kept, b_kept, b_y = tl.load(p_state_block), -1, tl.zeros([BLOCK_P], tl.float32)
+        for i_token in range(0, num_tokens, 2):
+            i_b = tl.minimum(i_token + 1, last)
+            b_x, b_dt, b_decay, b_B0, b_B1, b_B2, b_B3, b_C0, b_C1, b_C2, b_C3 = _token_inputs(
+                p_x, p_dt, p_decay, p_B, i_b, o_p, o_i, X_STRIDE, NUM_HEADS, BC_WIDTH, HEAD_DIM, D_STATE, BLOCK_I
+            )
+            next_kept = tl.load(p_state_block + i_b)
             if i_token > 0:
                 tl.store(p_y, b_y, mask=p_mask)
-                p_y += NUM_HEADS * HEAD_DIM
-            if kept_before >= 0:
-                p_kept = p_head + kept_before.to(tl.int64) * STATE_SIZE
-                _store_quarters(p_kept, mask, o_i2, b_h0, b_h1, b_h2, b_h3, D_STATE, BLOCK_I)
+                p_y += Y_STRIDE
+            if b_kept >= 0:
+                p_kept = p_head + b_kept.to(tl.int64) * STATE_SIZE
+                _store_quarters(p_kept, mask, o_n, b_h0, b_h1, b_h2, b_h3, D_STATE, BLOCK_I)
+            b_h0, b_h1, b_h2, b_h3, b_y = _step(
+                b_h0, b_h1, b_h2, b_h3, a_x, a_dt, a_decay, a_B0, a_B1, a_B2, a_B3, a_C0, a_C1, a_C2, a_C3, D,
+                STATE_DTYPE,
+            )  # fmt: skip
 
-            b_dtx = dt * b_x
-            b_h0 = _advance(b_h0, b_dtx, b_B0, decay, STATE_DTYPE)
-            b_h1 = _advance(b_h1, b_dtx, b_B1, decay, STATE_DTYPE)
-            b_h2 = _advance(b_h2, b_dtx, b_B2, decay, STATE_DTYPE)
-            b_h3 = _advance(b_h3, b_dtx, b_B3, decay, STATE_DTYPE)
-            b_sums = b_h0 * b_C0[None, :]
-            b_sums = tl.fma(b_h1, tl.broadcast_to(b_C1[None, :], b_h1.shape), b_sums)
-            b_sums = tl.fma(b_h2, tl.broadcast_to(b_C2[None, :], b_h2.shape), b_sums)
-            b_sums = tl.fma(b_h3, tl.broadcast_to(b_C3[None, :], b_h3.shape), b_sums)
-            b_y = tl.fma(tl.broadcast_to(D, b_x.shape), b_x, tl.sum(b_sums, 1))
-            kept_before = kept
-            b_x, dt, decay, kept = next_x, next_dt, next_decay, next_kept
-            b_B0, b_B1, b_B2, b_B3 = next_B0, next_B1, next_B2, next_B3
-            b_C0, b_C1, b_C2, b_C3 = next_C0, next_C1, next_C2, next_C3
-        tl.store(p_y, b_y, mask=p_mask)
-        if kept_before >= 0:
-            p_kept = p_head + kept_before.to(tl.int64) * STATE_SIZE
-            _store_quarters(p_kept, mask, o_i2, b_h0, b_h1, b_h2, b_h3, D_STATE, BLOCK_I)
+            b_kept = tl.where(i_token < last, next_kept, -1)
+            i_a = tl.minimum(i_token + 2, last)
+            a_x, a_dt, a_decay, a_B0, a_B1, a_B2, a_B3, a_C0, a_C1, a_C2, a_C3 = _token_inputs(
+                p_x, p_dt, p_decay, p_B, i_a, o_p, o_i, X_STRIDE, NUM_HEADS, BC_WIDTH, HEAD_DIM, D_STATE, BLOCK_I
+            )
+            next_kept = tl.load(p_state_block + i_a)
+            tl.store(p_y, b_y, mask=p_mask)
+            p_y += Y_STRIDE
+            if a_kept >= 0:
+                p_kept = p_head + a_kept.to(tl.int64) * STATE_SIZE
+                _store_quarters(p_kept, mask, o_n, b_h0, b_h1, b_h2, b_h3, D_STATE, BLOCK_I)
+            b_h0, b_h1, b_h2, b_h3, b_y = _step(
+                b_h0, b_h1, b_h2, b_h3, b_x, b_dt, b_decay, b_B0, b_B1, b_B2, b_B3, b_C0, b_C1, b_C2, b_C3, D,
+                STATE_DTYPE,
+            )  # fmt: skip
+            a_kept = next_kept
+        if last % 2 == 1:
+            tl.store(p_y, b_y, mask=p_mask)
+        if b_kept >= 0:
+            p_kept = p_head + b_kept.to(tl.int64) * STATE_SIZE
+            _store_quarters(p_kept, mask, o_n, b_h0, b_h1, b_h2, b_h3, D_STATE, BLOCK_I)
 
 
 def mamba2_scan_varlen_reference(
@@ -336,10 +377,10 @@ def mamba2_scan_varlen_reference(
     that is not negative. Returns y [T, heads, head_dim] in fp32; undefined for tokens of no row.
     """
     num_heads, num_groups = x.shape[1], B.shape[1]
-    y = torch.zeros(x.shape, device=x.device)
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     starts, lengths, kept_blocks = rows.query_start.tolist(), rows.query_len.tolist(), rows.state_block.tolist()
     for start, length, block in zip(starts, lengths, rows.temporal_block.tolist(), strict=True):
-        state = torch.zeros(temporal_state.shape[1:], device=x.device)
+        state = torch.zeros(temporal_state.shape[1:], dtype=torch.float32, device=x.device)
         if length > 0 and block >= 0:
             state = temporal_state[block].float()
         for token in range(start, start + length):
@@ -371,12 +412,12 @@ def mamba2_scan_varlen_triton(
     num_tokens, num_heads, head_dim = x.shape
     num_groups, d_state = B.shape[1:]
     assert B.stride(0) == C.stride(0), (B.stride(), C.stride())
-    y = torch.empty(num_tokens, num_heads, head_dim, device=x.device)
+    y = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.float32, device=x.device)
     if num_tokens == 0 or len(rows.query_start) == 0:
         return y
     bc_width, power = num_groups * d_state, triton.next_power_of_2
-    dt, decay = torch.empty(2, num_tokens, num_heads, device=x.device)
-    BC = torch.empty(num_tokens, 2 * bc_width, device=x.device)
+    dt, decay = torch.empty(2, num_tokens, num_heads, dtype=torch.float32, device=x.device)
+    BC = torch.empty(num_tokens, 2 * bc_width, dtype=torch.float32, device=x.device)
     scan_inputs_kernel[num_tokens,](
         dt_raw, A, dt_bias, dt_min, B, C, dt, decay, BC,
         dt_raw.stride(0), B.stride(0), num_heads, bc_width, power(num_heads), power(bc_width),

@@ -40,8 +40,8 @@ def causal_conv1d(
 ) -> torch.Tensor:
     """As `causal_conv1d_varlen`, all tensors in fp32."""
     num_tokens, dim = x.shape
-    bias = torch.zeros(dim) if bias is None else bias
-    y, slots_first = torch.empty(num_tokens, dim), layout == "SD"
+    bias = torch.zeros(dim, dtype=torch.float32) if bias is None else bias
+    y, slots_first = torch.empty(num_tokens, dim, dtype=torch.float32), layout == "SD"
     arguments = (_address(x), x.stride(0), _address(conv_state), *conv_state.shape, slots_first)
     arguments += (_address(weight), weight.shape[0], _address(bias), _address(y), num_tokens, *_row_addresses(rows))
     _share(lambda first, last: _conv(*arguments, first, last), dim, num_tokens * dim * CHANNEL_COST, LANES)
@@ -64,18 +64,10 @@ def mamba2_scan(
     x, dt_raw, B, C = x.float(), dt_raw.float(), B.float(), C.float()
     num_tokens, num_heads, head_dim = x.shape
     num_groups, d_state = B.shape[1:]
-    y = torch.empty(num_tokens, num_heads, head_dim)
+    y = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.float32)
     arguments = (_address(x), x.stride(0), _address(dt_raw), dt_raw.stride(0))
-    arguments += (
-        _address(B),
-        B.stride(0),
-        _address(C),
-        C.stride(0),
-        _address(A),
-        _address(D),
-        _address(dt_bias),
-        dt_min,
-    )
+    arguments += (_address(B), B.stride(0), _address(C), C.stride(0))
+    arguments += (_address(A), _address(D), _address(dt_bias), dt_min)
     arguments += (_address(temporal_state), len(temporal_state), _address(y), num_tokens)
     arguments += (num_heads, head_dim, num_groups, d_state, *_row_addresses(rows))
     _share(lambda first, last: _scan(*arguments, first, last), num_heads, y.numel() * d_state)
