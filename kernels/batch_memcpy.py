@@ -9,7 +9,7 @@ import triton.language as tl
 from mambalign.kernels.launch import runs_kernel
 from mambalign.kernels.mamba_state_copy import _move
 
-COPY_BLOCK_SIZE = 16384
+COPY_BLOCK_SIZE = 32768
 
 
 @triton.jit

@@ -159,11 +159,6 @@ def _return_tickets(p_tickets, unit, num_units, num_programs):
 
 
 @triton.jit
-def _meta_field(p_meta, FIELD: tl.constexpr, is_tile):
-    return tl.load(p_meta + FIELD, mask=is_tile, other=0)
-
-
-@triton.jit
 def _tile_meta(p_state_meta, p_tile_state, i_tile, num_tiles, CONV_STATE_DIM_FIRST: tl.constexpr):
     """What the metadata says of a tile: nothing that depends on a row, so that it is read while the row is decided.
 
@@ -172,15 +167,16 @@ def _tile_meta(p_state_meta, p_tile_state, i_tile, num_tiles, CONV_STATE_DIM_FIR
     """
     is_tile = i_tile < num_tiles
     p_meta = p_state_meta + tl.load(p_tile_state + i_tile, mask=is_tile, other=0) * META_FIELDS
-    base, block_stride = _meta_field(p_meta, _BASE, is_tile), _meta_field(p_meta, _BLOCK_STRIDE, is_tile)
-    inner_size, group = _meta_field(p_meta, _INNER_SIZE, is_tile), _meta_field(p_meta, _GROUP, is_tile)
-    access_size, tile_size = _meta_field(p_meta, _ACCESS_SIZE, is_tile), _meta_field(p_meta, _TILE_SIZE, is_tile)
-    first_tile, kind = _meta_field(p_meta, _FIRST_TILE, is_tile), _meta_field(p_meta, _KIND, is_tile)
-    slot_stride = _meta_field(p_meta, _ELEMENT_SIZE if CONV_STATE_DIM_FIRST else _ROW_STRIDE, is_tile)
-    slot_stride = tl.where(kind == _CONV, slot_stride, 0).to(tl.int32)
-    inner_size, group, access_size = inner_size.to(tl.int32), group.to(tl.int32), access_size.to(tl.int32)
-    tile_size = tile_size.to(tl.int32)
-    offset = (i_tile - first_tile.to(tl.int32)) * tile_size
+    base = tl.load(p_meta + _BASE, mask=is_tile, other=0)
+    block_stride = tl.load(p_meta + _BLOCK_STRIDE, mask=is_tile, other=0)
+    group = tl.load(p_meta + _GROUP, mask=is_tile, other=0).to(tl.int32)
+    inner_size = tl.load(p_meta + _INNER_SIZE, mask=is_tile, other=0).to(tl.int32)
+    access_size = tl.load(p_meta + _ACCESS_SIZE, mask=is_tile, other=0).to(tl.int32)
+    tile_size = tl.load(p_meta + _TILE_SIZE, mask=is_tile, other=0).to(tl.int32)
+    first_tile = tl.load(p_meta + _FIRST_TILE, mask=is_tile, other=0).to(tl.int32)
+    slot_stride = tl.load(p_meta + (_ELEMENT_SIZE if CONV_STATE_DIM_FIRST else _ROW_STRIDE), mask=is_tile, other=0)
+    slot_stride = tl.where(tl.load(p_meta + _KIND, mask=is_tile, other=0) == _CONV, slot_stride, 0).to(tl.int32)
+    offset = (i_tile - first_tile) * tile_size
     return base, block_stride, group, inner_size, slot_stride, access_size, tile_size, offset
 
 
@@ -210,7 +206,7 @@ def _move_elements(source, dest, num_elements, ELEMENT: tl.constexpr, ALIGNMENT:
 def _move(source, dest, num_bytes, access_size, COPY_BLOCK_SIZE: tl.constexpr):
     """num_bytes between any addresses, like memmove for a move to the left. access_size 16: all are multiples of 16."""
     if access_size == 16:
-        _move_elements(source, dest, num_bytes // 8, tl.uint64, 16, COPY_BLOCK_SIZE // 8)
+        _move_elements(source, dest, num_bytes // 8, tl.uint64, 16, COPY_BLOCK_SIZE // 16)
     else:
         _move_elements(source, dest, num_bytes, tl.uint8, 1, COPY_BLOCK_SIZE // 8)
 
@@ -264,12 +260,12 @@ def _copy_mamba_state_block(
             tl.store(p_dest, value, mask=o < num_words)
         else:
             unit = _next_unit(p_tickets, num_programs)
-            _move(source + shift, dest, num_bytes, 1, COPY_BLOCK_SIZE // 4)
+            _move(source + shift, dest, num_bytes, 1, COPY_BLOCK_SIZE)
     else:
         unit = _next_unit(p_tickets, num_programs)
         num_bytes = tl.where(slides, tl.minimum(tile_size, slot_stride - offset), num_bytes)
         for slot in range(0, tl.where(slides, inner_size - shift, 1), tl.maximum(slot_stride, 1)):
-            _move(source + shift + slot, dest + slot, num_bytes, access_size, COPY_BLOCK_SIZE // 4)
+            _move(source + shift + slot, dest + slot, num_bytes, access_size, COPY_BLOCK_SIZE)
     return unit
 
 
