@@ -183,6 +183,15 @@ BLOCK = 1024
 
 
 @triton.jit
+def time_steps(b_raw, dt_min):
+    """max(softplus(raw), dt_min) in fp32."""
+    b_e = tl.exp(b_raw)
+    b_sum = 1.0 + b_e  # log(1 + e) as below loses nothing of a small e
+    b_log1p = tl.where(b_sum == 1.0, b_e, tl.log(b_sum) * (b_e / (b_sum - 1.0)))
+    return tl.maximum(tl.where(b_raw > LINEAR_ABOVE, b_raw, b_log1p), dt_min)
+
+
+@triton.jit
 def scan_inputs_kernel(
     p_dt_raw, p_A, p_dt_bias, dt_min, p_B, p_C, p_dt, p_decay, p_BC,
     DT_STRIDE: tl.constexpr, BC_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, BC_WIDTH: tl.constexpr,
@@ -197,10 +206,7 @@ def scan_inputs_kernel(
     mask = o_head < NUM_HEADS
     raw = tl.load(p_dt_raw + i_token * DT_STRIDE + o_head, mask=mask, other=0.0).to(tl.float32)
     raw += tl.load(p_dt_bias + o_head, mask=mask, other=0.0)
-    e = tl.exp(raw)
-    sum1 = 1.0 + e  # log(1 + e) as below loses nothing of a small e
-    log1p = tl.where(sum1 == 1.0, e, tl.log(sum1) * (e / (sum1 - 1.0)))
-    dt = tl.maximum(tl.where(raw > LINEAR_ABOVE, raw, log1p), dt_min)
+    dt = time_steps(raw, dt_min)
     tl.store(p_dt + i_token * NUM_HEADS + o_head, dt, mask=mask)
     decay = tl.exp(dt * tl.load(p_A + o_head, mask=mask, other=0.0))
     tl.store(p_decay + i_token * NUM_HEADS + o_head, decay, mask=mask)

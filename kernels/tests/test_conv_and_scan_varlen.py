@@ -7,6 +7,7 @@ read of what was not written, or of a rejected draft, shows in the output.
 
 import importlib.util
 import random
+import sys
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import ModuleType
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mambalign.kernels import causal_conv1d, mamba2_scan
+from mambalign.kernels import causal_conv1d, mamba2_chunk_scan, mamba2_scan
 from mambalign.kernels.rows import MambaRows
 from mambalign.kernels.tolerances import tolerance
 
@@ -74,6 +75,8 @@ def with_kernels(module: ModuleType) -> ModuleType:
     copy = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
+        if module is mamba2_chunk_scan:
+            patch.setitem(sys.modules, mamba2_scan.__name__, with_kernels(mamba2_scan))
         spec.loader.exec_module(copy)
     return copy
 
@@ -88,9 +91,11 @@ class Layer:
         layout: str = "SD",
         temporal_dtype: torch.dtype = torch.float32,
         dtype: torch.dtype = torch.float32,
+        by_chunks: bool = False,
     ):
         generator = torch.Generator().manual_seed(shape.conv_dim)
         self.shape, self.path, self.layout, self.dtype = shape, path, layout, dtype
+        self.by_chunks = by_chunks
         self.device = DEVICE if path == "triton" else "cpu"
         self.conv_weight = torch.randn(shape.conv_width, shape.conv_dim, generator=generator)
         self.conv_bias = torch.randn(shape.conv_dim, generator=generator)
@@ -163,6 +168,10 @@ class Layer:
         return causal_conv1d.causal_conv1d_varlen_reference(*arguments)
 
     def scan(self, *arguments) -> torch.Tensor:
+        if self.by_chunks and self.path == "triton":
+            return with_kernels(mamba2_chunk_scan).mamba2_chunk_scan_varlen_triton(*arguments)
+        if self.by_chunks:
+            return mamba2_chunk_scan.mamba2_chunk_scan_varlen(*arguments)
         if self.path == "triton":
             return with_kernels(mamba2_scan).mamba2_scan_varlen_triton(*arguments)
         if self.path == "cpu":
@@ -415,3 +424,38 @@ def test_triton_16_bit(dtype: torch.dtype) -> None:
     got = Layer(shape, "triton", dtype=dtype).run_whole(xbc, dt)
     scale = want.abs().max()
     torch.testing.assert_close(got / scale, want / scale, **tolerance("kernel", torch.bfloat16))
+
+
+def check_chunks(layer: Layer, chunk: int, num_tokens: int) -> None:
+    """Values of the recurrence; bits that do not depend on cuts, on the batch or on what follows in a chunk."""
+    xbc, dt = inputs(layer.shape, num_tokens, seed=0)
+    other = Row(*inputs(layer.shape, chunk + 3, seed=1), conv_block=2)
+    kept = {chunk - 1: 5, num_tokens - 1: 1}
+    y = layer.run([other, Row(xbc, dt, 1, keep=kept)], random.Random(0))[1]
+    want, state = layer.naive(xbc, dt)
+    scale = want.abs().max()
+    near = tolerance("kernel", torch.float32 if layer.dtype == torch.float32 else torch.bfloat16)
+    torch.testing.assert_close(y / scale, (want / scale).float(), **near)
+    if layer.dtype == torch.float32:
+        torch.testing.assert_close(layer.temporal_state[1].cpu(), state.float(), **tolerance("kernel", torch.float32))
+
+    assert torch.equal(layer.run([Row(xbc[chunk:], dt[chunk:], 5, 5)])[0], y[chunk:])
+    assert torch.equal(layer.run([Row(xbc[: chunk + 1], dt[: chunk + 1], 3)])[0], y[: chunk + 1])
+    layer.run([Row(xbc[:chunk], dt[:chunk], 4, keep={chunk - 1: 4})])
+    last = Row(xbc[chunk:], dt[chunk:], 4, 4, keep={num_tokens - chunk - 1: 4})
+    assert torch.equal(layer.run([last, other])[0], y[chunk:])
+    assert torch.equal(layer.temporal_state[4], layer.temporal_state[1])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunks(shape: Shape) -> None:
+    check_chunks(Layer(shape, "cpu", by_chunks=True), mamba2_chunk_scan.CHUNK, 2 * mamba2_chunk_scan.CHUNK + 5)
+
+
+# The interpreter multiplies matrices of bfloat16 as integers.
+@INTERPRETED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16])
+def test_triton_chunks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(with_kernels(mamba2_chunk_scan), "CHUNK", 16)
+    for shape in [Shape(2, 10, 1, 12, 4), Shape(4, 16, 2, 20, 4)]:
+        check_chunks(Layer(shape, "triton", dtype=dtype, by_chunks=True), 16, 37)

@@ -1,0 +1,172 @@
+"""The Mamba-2 recurrence over whole chunks of a prompt, as matrix products: a switch, several times faster on a GPU.
+
+Formula (arXiv 2405.21060, section 6), per head, in a chunk with times t, s = 0 .. CHUNK-1; names as in
+`kernels/mamba2_scan.py`, l_t = A * (dt_0 + .. + dt_t), h the state before the chunk:
+
+    y_t = sum_{s <= t} exp(l_t - l_s) * dt_s * (C_t . B_s) * x_s  +  exp(l_t) * h C_t  +  D * x_t
+    h  <- exp(l_last) * h + sum_s (exp(l_last - l_s) * dt_s * x_s) outer B_s
+
+The numbers of the recurrence, rounded elsewhere, so the two never mix: a prompt's tokens go through here whenever they
+are run, and a row starts at a multiple of CHUNK tokens of its text, so that chunks are the same ones however a prompt
+is cut. A short last chunk gives its tokens the bits that a full one would. Products take operands in the dtype of x and
+add in fp32; the state stays in fp32 between chunks.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from mambalign.kernels.activation import softplus
+from mambalign.kernels.mamba2_scan import time_steps
+from mambalign.kernels.rows import MambaRows
+
+CHUNK = 32
+NUM_WARPS = 8
+
+
+@triton.jit
+def mamba2_chunk_scan_kernel(
+    p_x, p_dt_raw, p_B, p_C, p_A, p_D, p_dt_bias, dt_min, p_temporal_state, p_y,
+    p_query_start, p_query_len, p_temporal_block, p_state_block,
+    X_STRIDE: tl.constexpr, DT_STRIDE: tl.constexpr, BC_STRIDE: tl.constexpr, GROUP_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The formulas above, chunk after chunk.
+
+    Grid (heads, rows). A program owns a head's state [BLOCK_P, BLOCK_N] over all chunks of a row, in registers, in
+    fp32. Reads inputs and temporal_block; writes y, and the state in the state_block of a chunk's last token. Products
+    add in fp32 over a fixed K, whose entries past a token are zeros.
+    """
+    i_head, i_row, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    start, num_tokens = tl.load(p_query_start + i_row).to(tl.int64), tl.load(p_query_len + i_row)
+    o_t, o_p, o_n = tl.arange(0, CHUNK), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
+    if num_tokens > 0:
+        p_head = p_temporal_state + i_head.to(tl.int64) * (HEAD_DIM * D_STATE) + o_p[:, None] * D_STATE + o_n[None, :]
+        mask_n, block = o_n[None, :] < D_STATE, tl.load(p_temporal_block + i_row)
+        state_size = num_heads.to(tl.int64) * (HEAD_DIM * D_STATE)
+        found = o_p < tl.where(block >= 0, HEAD_DIM, 0)
+        b_h = tl.load(p_head + block.to(tl.int64) * state_size, mask=found[:, None] & mask_n, other=0.0).to(tl.float32)
+        A, D, dt_bias = tl.load(p_A + i_head), tl.load(p_D + i_head), tl.load(p_dt_bias + i_head)
+        for first in range(0, num_tokens, CHUNK):
+            in_row = o_t < num_tokens - first
+            token = start + first + o_t
+            mask_x, mask_bc = in_row[:, None] & (o_p[None, :] < HEAD_DIM), in_row[:, None] & mask_n
+            b_raw = tl.load(p_dt_raw + token * DT_STRIDE + i_head, mask=in_row, other=0.0).to(tl.float32)
+            b_dt = tl.where(in_row, time_steps(b_raw + dt_bias, dt_min), 0.0)
+            b_x = tl.load(p_x + (token * X_STRIDE + i_head * HEAD_DIM)[:, None] + o_p[None, :], mask=mask_x, other=0.0)
+            o_bc = (token * BC_STRIDE + i_head // GROUP_HEADS * D_STATE)[:, None] + o_n[None, :]
+            b_B, b_C = tl.load(p_B + o_bc, mask=mask_bc, other=0.0), tl.load(p_C + o_bc, mask=mask_bc, other=0.0)
+
+            b_l = tl.cumsum(b_dt * A, 0)
+            last = tl.sum(tl.where(o_t == CHUNK - 1, b_l, 0.0), 0)
+            b_gap = tl.where(o_t[:, None] >= o_t[None, :], b_l[:, None] - b_l[None, :], float("-inf"))
+            b_mix = tl.dot(b_C, tl.trans(b_B), input_precision="ieee") * (tl.exp(b_gap) * b_dt[None, :])
+            b_y = tl.dot(b_C, tl.trans(b_h).to(b_C.dtype), input_precision="ieee") * tl.exp(b_l)[:, None]
+            b_y += tl.dot(b_mix.to(b_x.dtype), b_x, input_precision="ieee")
+            b_y = tl.fma(tl.broadcast_to(D, b_y.shape), b_x.to(tl.float32), b_y)
+            p_token = p_y + ((token * num_heads + i_head) * HEAD_DIM)[:, None] + o_p[None, :]
+            tl.store(p_token, b_y, mask=mask_x)
+
+            b_left = b_x.to(tl.float32) * (tl.exp(last - b_l) * b_dt)[:, None]
+            b_new = tl.dot(tl.trans(b_left.to(b_x.dtype)), b_B, input_precision="ieee")
+            b_h = tl.fma(b_h, tl.broadcast_to(tl.exp(last), b_h.shape), b_new)
+            kept = tl.load(p_state_block + start + tl.minimum(first + CHUNK, num_tokens) - 1)
+            if kept >= 0:
+                p_kept = p_head + kept.to(tl.int64) * state_size
+                tl.store(p_kept, b_h.to(p_temporal_state.dtype.element_ty), mask=(o_p < HEAD_DIM)[:, None] & mask_n)
+
+
+def mamba2_chunk_scan_varlen_reference(
+    x: torch.Tensor,
+    dt_raw: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    dt_min: float,
+    temporal_state: torch.Tensor,
+    rows: MambaRows,
+) -> torch.Tensor:
+    """`mamba2_scan_varlen_reference` by chunks: arguments and result are the same.
+
+    Prefill rows only, each from a multiple of CHUNK tokens of its text. `state_block` is looked at for the last token
+    of a chunk, full or not. A `temporal_state` of 16 bits is rounded where it is left, not after every token.
+    """
+    group_heads = x.shape[1] // B.shape[1]
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    is_past = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=x.device).tril()
+    starts, lengths, kept_blocks = rows.query_start.tolist(), rows.query_len.tolist(), rows.state_block.tolist()
+    for start, length, block in zip(starts, lengths, rows.temporal_block.tolist(), strict=True):
+        state = torch.zeros(temporal_state.shape[1:], dtype=torch.float32, device=x.device)
+        if length > 0 and block >= 0:
+            state = temporal_state[block].float()
+        for first in range(start, start + length, CHUNK):
+            stop = min(first + CHUNK, start + length)
+            dt = _by_head(softplus(dt_raw[first:stop] + dt_bias).clamp(min=dt_min)[:, :, None])  # [heads, CHUNK, 1]
+            b_x = _by_head(x[first:stop])
+            b_B, b_C = (_by_head(t[first:stop]).repeat_interleave(group_heads, 0) for t in (B, C))
+            log_decay = (dt * A[:, None, None]).cumsum(1)
+            last = log_decay[:, -1:]
+            gap = (log_decay - log_decay.transpose(1, 2)).masked_fill(~is_past, -torch.inf)
+            mix = (b_C @ b_B.transpose(1, 2)) * gap.exp() * dt.transpose(1, 2)
+            b_y = mix @ b_x + log_decay.exp() * (b_C @ state.transpose(1, 2)) + D[:, None, None] * b_x
+            y[first:stop] = b_y.transpose(0, 1)[: stop - first]
+            left = b_x * ((last - log_decay).exp() * dt)
+            state = last.exp() * state + left.transpose(1, 2) @ b_B
+            if kept_blocks[stop - 1] >= 0:
+                temporal_state[kept_blocks[stop - 1]] = state.to(temporal_state.dtype)
+    return y
+
+
+def _by_head(tokens: torch.Tensor) -> torch.Tensor:
+    """[up to CHUNK tokens, heads, width] as [heads, CHUNK, width] in fp32, with zeros for the missing tokens."""
+    return F.pad(tokens.float(), (0, 0, 0, 0, 0, CHUNK - len(tokens))).transpose(0, 1).contiguous()
+
+
+def mamba2_chunk_scan_varlen_triton(
+    x: torch.Tensor,
+    dt_raw: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    dt_min: float,
+    temporal_state: torch.Tensor,
+    rows: MambaRows,
+) -> torch.Tensor:
+    """`mamba2_chunk_scan_varlen_reference` in one launch."""
+    num_tokens, num_heads, head_dim = x.shape
+    num_groups, d_state = B.shape[1:]
+    assert B.stride(0) == C.stride(0), (B.stride(), C.stride())
+    y = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.float32, device=x.device)
+    if num_tokens == 0 or len(rows.query_start) == 0:
+        return y
+    block_p, block_n = (max(16, triton.next_power_of_2(size)) for size in (head_dim, d_state))  # a product's least
+    mamba2_chunk_scan_kernel[num_heads, len(rows.query_start)](
+        x, dt_raw, B, C, A, D, dt_bias, dt_min, temporal_state, y,
+        rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,
+        x.stride(0), dt_raw.stride(0), B.stride(0), num_heads // num_groups, head_dim, d_state,
+        CHUNK, block_p, block_n, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return y
+
+
+def mamba2_chunk_scan_varlen(
+    x: torch.Tensor,
+    dt_raw: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    dt_min: float,
+    temporal_state: torch.Tensor,
+    rows: MambaRows,
+) -> torch.Tensor:
+    """`mamba2_chunk_scan_varlen_reference`; on a GPU one launch, on a CPU the reference itself."""
+    assert temporal_state.is_contiguous()
+    run = mamba2_chunk_scan_varlen_triton if x.is_cuda else mamba2_chunk_scan_varlen_reference
+    return run(x, dt_raw, B, C, A, D, dt_bias, dt_min, temporal_state, rows)
