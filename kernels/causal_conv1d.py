@@ -317,8 +317,6 @@ def causal_conv1d_varlen(
     assert conv_state.is_contiguous() and x.stride(1) == 1 and conv_state.dtype == x.dtype
     if x.is_cuda:
         return causal_conv1d_varlen_triton(x, conv_state, weight, bias, rows, layout)
-    if x.dtype == torch.float32:
-        from mambalign.kernels.cpu import conv_scan  # compiles: not where a GPU serves
+    from mambalign.kernels.cpu import conv_scan  # compiles: not where a GPU serves
 
-        return conv_scan.causal_conv1d(x, conv_state, weight, bias, rows, layout)
-    return causal_conv1d_varlen_reference(x, conv_state, weight, bias, rows, layout)
+    return conv_scan.causal_conv1d(x, conv_state, weight, bias, rows, layout)

@@ -9,6 +9,7 @@ Formulas and contracts: `kernels/causal_conv1d.py`, `kernels/mamba2_scan.py`, `k
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -38,7 +39,9 @@ def causal_conv1d(
     rows: MambaRows,
     layout: str,
 ) -> torch.Tensor:
-    """As `causal_conv1d_varlen`, all tensors in fp32."""
+    """As `causal_conv1d_varlen`. States of 16 bits are worked on in a copy of the rows' blocks."""
+    if x.dtype != torch.float32:
+        return _causal_conv1d_16_bit(x, conv_state, weight, bias, rows, layout)
     num_tokens, dim = x.shape
     bias = torch.zeros(dim, dtype=torch.float32) if bias is None else bias
     y, slots_first = torch.empty(num_tokens, dim, dtype=torch.float32), layout == "SD"
@@ -46,6 +49,18 @@ def causal_conv1d(
     arguments += (_address(weight), weight.shape[0], _address(bias), _address(y), num_tokens, *_row_addresses(rows))
     _share(lambda first, last: _conv(*arguments, first, last), dim, num_tokens * dim * CHANNEL_COST, LANES)
     return y
+
+
+def _causal_conv1d_16_bit(x, conv_state, weight, bias, rows: MambaRows, layout: str) -> torch.Tensor:
+    """The blocks that rows name, widened, with the rows pointed at them; values are exact both ways."""
+    named = torch.cat([rows.conv_block, rows.state_block]).clamp_(min=0)
+    blocks, places = torch.unique(named, return_inverse=True)
+    conv_block, state_block = places.int().split([len(rows.conv_block), len(rows.state_block)])
+    rows = replace(rows, conv_block=conv_block, state_block=state_block.where(rows.state_block >= 0, -1))
+    states = conv_state[blocks].float()
+    y = causal_conv1d(x.float(), states, weight, bias, rows, layout)
+    conv_state[blocks] = states.to(conv_state.dtype)
+    return y.to(x.dtype)
 
 
 def mamba2_scan(
