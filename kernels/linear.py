@@ -6,7 +6,7 @@ A CPU matrix library picks another kernel, and so another order of addition, whe
 K is long. Three habits keep it to one order: the weight is K-major, K is walked in segments of `SEGMENT_K` that
 are added in order, and a single row is run as two. That this suffices is a property of a machine and its library,
 not a law: `check_linear_invariance` tries it at start-up on each weight shape, and a shape that fails is run in
-blocks of `BLOCK_ROWS` rows from then on. The number of threads is part of the build: it must not change later.
+blocks of `BLOCK_ROWS` rows from then on. It tries one thread and all of them: a step may use either.
 
 A GPU runs the kernel of `kernels/linear_triton.py`, whose order of addition is fixed by the weight's shape; the check
 tries that too, and a shape that fails uses one family of tiles for every number of rows. The check also finds the row
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_K = 512
 BLOCK_ROWS = 8
+ROWS_TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 31, 32, 33, 37, 48, 64, 65, 100, 128, 200, 256, 384)
 MAX_ROWS = 512  # most rows of one call to the library; more rows are run in pieces of this many
 
 LIBRARY_ROWS = (512, 1024, 2048, 4096, 8192)  # row counts at which a GPU's library may serve
@@ -176,10 +177,16 @@ def _is_invariant(k: int, n: int, dtype: torch.dtype, device: torch.device) -> b
     x, weight = _hard_inputs(MAX_ROWS, k, n, device)
     x, weight = x.to(dtype), weight.to(dtype)
     want = linear(x, weight)
-    for num_rows in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 31, 32, 33, 37, 48, 64, 65, 100, 128, 200, 256, 384):
-        for first in {0, 1, 7, MAX_ROWS - num_rows}:
-            if not torch.equal(linear(x[first : first + num_rows], weight), want[first : first + num_rows]):
-                return False
+    most = torch.get_num_threads()
+    try:
+        for num_threads in {1, most}:
+            torch.set_num_threads(num_threads)
+            for num_rows in ROWS_TRIED:
+                for first in {0, 1, 7, MAX_ROWS - num_rows}:
+                    if not torch.equal(linear(x[first : first + num_rows], weight), want[first : first + num_rows]):
+                        return False
+    finally:
+        torch.set_num_threads(most)
     return True
 
 

@@ -11,6 +11,7 @@ import torch
 from mambalign.kernels.sampling import accept_drafts, argmax_rows
 from mambalign.kernels.scatter_rows import scatter_rows
 from mambalign.worker.batch import ScheduledRow
+from mambalign.worker.cpu import StepThreads
 from mambalign.worker.decode_graphs import DecodeGraph, DecodeGraphs, graph_sizes
 from mambalign.worker.forward_batch import NO_TOKEN, StepRows, forward_batch
 from mambalign.worker.input_batch import CachedRequest
@@ -72,6 +73,7 @@ class ModelStep:
         self.num_spec_tokens = limits.num_spec_tokens
         self.mtp = MtpProposer(model, cache, limits.num_spec_tokens) if limits.spec_method == "mtp" else None
         self.sampler = Sampler(model.eos_token_ids)
+        self._threads = StepThreads() if cache.device.type == "cpu" else None
         self.acceptance = None
         if limits.spec_acceptance is not None:
             self.acceptance = SyntheticAcceptance(limits.spec_acceptance, limits.num_spec_tokens, cache.device)
@@ -91,6 +93,8 @@ class ModelStep:
 
     def forward(self, rows: StepRows) -> torch.Tensor:
         """Hidden states [T, hidden] of all rows' tokens; leaves KV, states and carries in the cache."""
+        if self._threads:
+            self._threads.set_for(rows.layout.num_tokens)
         self._graph = self.graphs.pick(rows) if self.graphs else None
         return self.graphs.forward(self._graph, rows) if self._graph else self._forward(rows)
 

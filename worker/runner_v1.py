@@ -35,7 +35,10 @@ class ModelRunnerV1:
     def execute_model(self, scheduled: SchedulerOutput) -> RunnerOutput:
         """Run one step. Puts `scheduled.rows` into batch order; results come in that order."""
         resumed = self._take_over(scheduled)
-        moved = preprocess_mamba(scheduled, self.batch, self.cache, align_ctx=self.align_ctx, checker=self.checker)
+        checked = self.checker is not None
+        moved = preprocess_mamba(
+            scheduled, self.batch, self.cache, align_ctx=self.align_ctx, checker=self.checker, checked=checked
+        )
         layout = lay_out(scheduled.rows, self.cache, resumed)
         rows = self._step_rows(scheduled.rows, layout)
         requests = [self.batch.requests[self.batch.row_of[row.request_id]] for row in scheduled.rows]
@@ -45,7 +48,9 @@ class ModelRunnerV1:
         counts = verified.num_kept.tolist()
         tokens = [ids[:count] for ids, count in zip(verified.token_ids.tolist(), counts, strict=True)]
         num_final = [k if row.is_decode else row.num_tokens for row, k in zip(scheduled.rows, counts, strict=True)]
-        num_postcopies = postprocess_mamba(scheduled, num_final, self.batch, self.cache, align_ctx=self.align_ctx)
+        num_postcopies = postprocess_mamba(
+            scheduled, num_final, self.batch, self.cache, align_ctx=self.align_ctx, checked=checked
+        )
         for request, kept in zip(requests, tokens, strict=True):
             request.output_token_ids.extend(kept)
         drafts = self._propose(rows, hidden, sampled, num_final, scheduled.rows, tokens)

@@ -89,7 +89,13 @@ class ModelRunnerV2:
         slots = idx_mapping.long()
         batch.set_block_tables(slots, [row.mamba_blocks for row in rows])
         moved = preprocess_mamba(
-            scheduled, batch, self.cache, align_ctx=self.align_ctx, idx_mapping=idx_mapping, checker=self.checker
+            scheduled,
+            batch,
+            self.cache,
+            align_ctx=self.align_ctx,
+            idx_mapping=idx_mapping,
+            checker=self.checker,
+            checked=self.checker is not None,
         )
         step_rows = self._step_rows(lay_out(rows, self.cache, resumed), slots)
         requests = [batch.requests[batch.slot_of[row.request_id]] for row in rows]
@@ -133,7 +139,11 @@ class ModelRunnerV2:
         num_kept = verified.num_kept * is_decode
         num_final = torch.where(is_decode != 0, num_kept, rows.layout.query_len)
         self.align_ctx.run_fused_postprocess(
-            len(slots), num_kept=num_kept, num_computed=batch.num_computed, idx_mapping=idx_mapping
+            len(slots),
+            num_kept=num_kept,
+            num_computed=batch.num_computed,
+            idx_mapping=idx_mapping,
+            checked=self.checker is not None,
         )
         after = rows.num_computed + num_final
         batch.num_computed[slots] = after
