@@ -315,6 +315,7 @@ def causal_conv1d_varlen(
 ) -> torch.Tensor:
     """`causal_conv1d_varlen_reference`, fast: no host value but those of `rows` is looked at."""
     assert conv_state.is_contiguous() and x.stride(1) == 1 and conv_state.dtype == x.dtype
+    assert weight.is_contiguous() and weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32)
     if x.is_cuda:
         return causal_conv1d_varlen_triton(x, conv_state, weight, bias, rows, layout)
     from mambalign.kernels.cpu import conv_scan  # compiles: not where a GPU serves

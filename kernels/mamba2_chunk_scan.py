@@ -167,6 +167,6 @@ def mamba2_chunk_scan_varlen(
     rows: MambaRows,
 ) -> torch.Tensor:
     """`mamba2_chunk_scan_varlen_reference`; on a GPU one launch, on a CPU the reference itself."""
-    assert temporal_state.is_contiguous()
+    assert temporal_state.is_contiguous() and A.dtype == D.dtype == dt_bias.dtype == torch.float32
     run = mamba2_chunk_scan_varlen_triton if x.is_cuda else mamba2_chunk_scan_varlen_reference
     return run(x, dt_raw, B, C, A, D, dt_bias, dt_min, temporal_state, rows)

@@ -451,7 +451,7 @@ def mamba2_scan_varlen(
     rows: MambaRows,
 ) -> torch.Tensor:
     """`mamba2_scan_varlen_reference`, fast: no host value but those of `rows` is looked at."""
-    assert temporal_state.is_contiguous()
+    assert temporal_state.is_contiguous() and A.dtype == D.dtype == dt_bias.dtype == torch.float32
     arguments = (x, dt_raw, B, C, A, D, dt_bias, dt_min, temporal_state, rows)
     if x.is_cuda:
         return mamba2_scan_varlen_triton(*arguments)

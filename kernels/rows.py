@@ -21,3 +21,10 @@ class MambaRows:
     is_decode: torch.Tensor  # int32 [R], 1: conv slots are left with the inputs of drafts behind the window
     state_block: torch.Tensor  # int32 [T], where the temporal state after the token is left; -1: not kept
     all_decode: bool  # every row that is not inert has is_decode 1
+
+    def __post_init__(self):
+        of_rows = (self.query_start, self.query_len, self.conv_block, self.conv_offset)
+        of_rows += (self.temporal_block, self.is_decode)
+        for field in (*of_rows, self.state_block):  # kernels take addresses
+            assert field.dtype == torch.int32 and field.is_contiguous(), (field.dtype, field.stride())
+        assert len({field.shape for field in of_rows}) == 1, [field.shape for field in of_rows]

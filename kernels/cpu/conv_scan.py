@@ -45,8 +45,8 @@ def causal_conv1d(
     num_tokens, dim = x.shape
     bias = torch.zeros(dim, dtype=torch.float32) if bias is None else bias
     y, slots_first = torch.empty(num_tokens, dim, dtype=torch.float32), layout == "SD"
-    arguments = (_address(x), x.stride(0), _address(conv_state), *conv_state.shape, slots_first)
-    arguments += (_address(weight), weight.shape[0], _address(bias), _address(y), num_tokens, *_row_addresses(rows))
+    arguments = (_address(x), x.stride(0), conv_state.data_ptr(), *conv_state.shape, slots_first)
+    arguments += (weight.data_ptr(), weight.shape[0], bias.data_ptr(), y.data_ptr(), num_tokens, *_row_addresses(rows))
     _share(lambda first, last: _conv(*arguments, first, last), dim, num_tokens * dim * CHANNEL_COST, LANES)
     return y
 
@@ -82,15 +82,15 @@ def mamba2_scan(
     y = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.float32)
     arguments = (_address(x), x.stride(0), _address(dt_raw), dt_raw.stride(0))
     arguments += (_address(B), B.stride(0), _address(C), C.stride(0))
-    arguments += (_address(A), _address(D), _address(dt_bias), dt_min)
-    arguments += (_address(temporal_state), len(temporal_state), _address(y), num_tokens)
+    arguments += (A.data_ptr(), D.data_ptr(), dt_bias.data_ptr(), dt_min)
+    arguments += (temporal_state.data_ptr(), len(temporal_state), y.data_ptr(), num_tokens)
     arguments += (num_heads, head_dim, num_groups, d_state, *_row_addresses(rows))
     _share(lambda first, last: _scan(*arguments, first, last), num_heads, y.numel() * d_state)
     return y
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Of its first element; all but the first dimension are dense."""
+    """Of the first element of a view whose tokens may lie further apart than they are wide; each is dense."""
     shape, strides = tensor.shape, tensor.stride()
     dense = strides[-1] == 1 and (len(shape) != 3 or shape[1] == 1 or strides[1] == shape[2])
     assert dense, f"strides {strides} of shape {shape}"
@@ -119,17 +119,17 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(torch.get_num_threads(), "conv_scan")
 
 
-@njit(inline="always")
+@njit
 def floats_at(address, shape):
     return carray(as_pointer(address), shape, np.float32)
 
 
-@njit(inline="always")
+@njit
 def ints_at(address, shape):
     return carray(as_pointer(address), shape, np.int32)
 
 
-@njit(inline="always")
+@njit
 def _exp(x):
     """exp(x) in fp32 within 1 ulp, in operations that vectorise (Cephes' expf); least value 1.2e-38."""
     x = min(max(x, np.float32(-87.33654)), np.float32(88.37626))
@@ -152,19 +152,19 @@ def _silu(x, out):
         out[i] = x[i] / (np.float32(1.0) + _exp(-x[i]))
 
 
-@njit(inline="always")
+@njit
 def _copy(out, values):
     for i in range(out.shape[0]):
         out[i] = values[i]
 
 
-@njit(inline="always")
+@njit
 def _multiply_add(sums, weight, values):
     for i in range(sums.shape[0]):
         sums[i] += weight[i] * values[i]
 
 
-@njit(inline="always")
+@njit
 def _input(old, inputs, stride, i):
     """Input i of a row; those before its first, i < 0, are in the window that it found."""
     return old[i + old.shape[0]] if i < 0 else inputs[i * stride : i * stride + old.shape[1]]
@@ -226,7 +226,7 @@ def _conv(
             _leave(conv_state, slots_first, block, first, old, inputs, stride, 1 - window, window - 1 + num_inputs)
 
 
-@njit(inline="always")
+@njit
 def _read_state(state, memory, place, head_dim, d_state):
     """state [rows, lanes], larger than [head_dim, d_state] when that is odd, = what lies at `place`."""
     if state.shape[1] == d_state:
@@ -236,7 +236,7 @@ def _read_state(state, memory, place, head_dim, d_state):
             _copy(state[p, :d_state], memory[place + p * d_state : place + (p + 1) * d_state])
 
 
-@njit(inline="always")
+@njit
 def _leave_state(state, memory, place, head_dim, d_state):
     if state.shape[1] == d_state:
         _copy(memory[place : place + head_dim * d_state], state.reshape(-1)[: head_dim * d_state])
