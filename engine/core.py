@@ -20,7 +20,7 @@ from mambalign.worker.batch import RunnerOutput, SchedulerOutput
 from mambalign.worker.mamba_columns import cdiv
 from mambalign.worker.model_step import RunnerLimits
 from mambalign.worker.models.loader import CheckpointError
-from mambalign.worker.models.registry import load_model, parse_config, weight_bytes
+from mambalign.worker.models.registry import family_of, load_model, weight_bytes
 from mambalign.worker.runner_v1 import ModelRunnerV1
 from mambalign.worker.runner_v2 import ModelRunnerV2, PendingStep
 from mambalign.worker.state_cache import StateCache, bytes_per_kv_block, bytes_per_state
@@ -95,10 +95,10 @@ class EngineCore:
         state_dtype = getattr(torch, self.config.cache.mamba_ssm_cache_dtype)
         drafts_by_mtp = self.spec_method == "mtp"
         with refused_checkpoints(self.facts.name):
-            parsed = parse_config(path)
+            _, parsed = family_of(path)
         self._attention_specs = parsed.attention_specs(dtype, with_drafter=drafts_by_mtp)
         self._state_specs = parsed.state_specs(dtype, state_dtype, with_drafter=drafts_by_mtp)
-        self._conv_width = parsed.conv_kernel
+        self._conv_width = parsed.conv_width
 
     def _refuse_large_weights(self, path: Path) -> None:
         free, total = torch.cuda.mem_get_info()

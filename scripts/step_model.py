@@ -12,7 +12,7 @@ import torch
 
 from mambalign.worker.models.loader import DummyWeights
 from mambalign.worker.models.nemotron_h import NemotronH
-from mambalign.worker.models.registry import parse_config
+from mambalign.worker.models.registry import family_of
 from mambalign.worker.state_cache import StateSpec, bytes_per_kv_block, bytes_per_state
 
 
@@ -44,7 +44,7 @@ class StepModel:
     @classmethod
     def of(cls, path: Path, dtype: torch.dtype, num_spec_tokens: int) -> "StepModel":
         """Read `path/config.json`; no weight. Temporal states are fp32, drafts the MTP head's."""
-        config = parse_config(path)
+        _, config = family_of(path)
         model = NemotronH(config, DummyWeights(dtype, "meta", config.tie_word_embeddings))
         layers = sum(linear.weight.numel() for block in model.blocks for linear in block.mixer.linears())
         head = model.head_weight.numel()

@@ -23,6 +23,7 @@ class DraftModel(Protocol):
         self,
         prev_hidden: torch.Tensor,
         token_ids: torch.Tensor,
+        positions: torch.Tensor,
         slot_mapping: torch.Tensor,
         attention: AttentionRows,
         cache: StateCache,
@@ -63,7 +64,7 @@ class MtpProposer:
         is_inert = layout.offset_of_token >= num_final[row]
         attention = self._attention(layout.query_start, num_final, first, layout.kv_table, layout.max_query_len)
         slots = slots_of(layout.kv_table, row, positions, is_inert, self.cache)
-        hidden = self.model.mtp_forward(hidden, next_ids, slots, attention, self.cache)
+        hidden = self.model.mtp_forward(hidden, next_ids, positions, slots, attention, self.cache)
         drafts = torch.full((layout.num_rows, self.num_spec_tokens), NO_TOKEN, device=hidden.device)
         if not layout.num_samples:
             return drafts
@@ -101,7 +102,7 @@ class MtpProposer:
         query_len = torch.ones_like(position) if has_tokens is None else has_tokens.int()
         slots = slots_of(kv_table, row, position, query_len == 0, self.cache)
         attention = self._attention(row.int(), query_len, position, kv_table, 1)
-        return self.model.mtp_forward(prev_hidden, token_ids, slots, attention, self.cache)
+        return self.model.mtp_forward(prev_hidden, token_ids, position.long(), slots, attention, self.cache)
 
     def _attention(self, query_start, query_len, context_len, kv_table, max_query_len: int) -> AttentionRows:
         return AttentionRows(

@@ -24,6 +24,7 @@ class ForwardContext:
     """What the layers of one pass share: the cache, and where each row's keys and states are in it."""
 
     cache: StateCache
+    positions: torch.Tensor  # int64 [T], absolute
     slot_mapping: torch.Tensor
     attention: AttentionRows
     mamba: MambaRows | None = None

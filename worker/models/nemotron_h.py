@@ -10,12 +10,10 @@ from typing import Any
 import torch
 
 from mambalign.kernels.activation import ACTIVATIONS
-from mambalign.kernels.attention_rows import AttentionRows
-from mambalign.kernels.linear import linear
-from mambalign.worker.forward_batch import ForwardBatch
+from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.layers import MLP, Attention, ForwardContext, Linear, Mamba2Mixer, RMSNorm
 from mambalign.worker.models.loader import CheckpointError, Weights
-from mambalign.worker.state_cache import AttentionSpec, StateCache, StateSpec
+from mambalign.worker.state_cache import AttentionSpec, StateSpec
 
 MAMBA, ATTENTION, MLP_LAYER, MOE = "mamba", "attention", "mlp", "moe"
 LAYER_OF_LETTER = {"M": MAMBA, "*": ATTENTION, "-": MLP_LAYER, "E": MOE}
@@ -55,6 +53,10 @@ class NemotronHConfig:
     use_bias: bool = False
     use_conv_bias: bool = True
     tie_word_embeddings: bool = False
+
+    @property
+    def conv_width(self) -> int:
+        return self.conv_kernel
 
     @property
     def mamba_width(self) -> int:
@@ -139,6 +141,9 @@ class Block:
         self.norm = RMSNorm(weights, f"{name}.norm", config.hidden_size, config.layer_norm_epsilon)
         self.mixer = mixer
 
+    def linears(self) -> list[Linear]:
+        return self.mixer.linears()
+
 
 def run_blocks(blocks: list[Block], final_norm: RMSNorm, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
     """Blocks one after the other, then the final norm. Each sum is taken with the norm that follows it."""
@@ -149,7 +154,7 @@ def run_blocks(blocks: list[Block], final_norm: RMSNorm, x: torch.Tensor, contex
     return normed
 
 
-class MtpHead:
+class NemotronHMtpHead:
     """Multi-token prediction: from the hidden state of position p-1 and token p, the hidden state that predicts p+1.
 
     The state that comes in is the one after a final norm, the target's or this head's own, so the head can be
@@ -169,83 +174,27 @@ class MtpHead:
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(prev_hidden)], dim=-1))
         return run_blocks(self.blocks, self.final_norm, x, context)
 
+    def linears(self) -> list[Linear]:
+        return [self.eh_proj, *(each for block in self.blocks for each in block.linears())]
 
-class NemotronH:
-    """The model: token ids to hidden states, hidden states to logits, and the MTP head. Holds weights, no state."""
 
-    parse_config = NemotronHConfig.from_json
+class NemotronH(HybridModel):
+    """The family's model: every layer is one mixer behind one norm."""
+
+    Config = NemotronHConfig
+    embedding_name = "backbone.embeddings.weight"
 
     def __init__(self, config: NemotronHConfig, weights: Weights):
-        self.config, self.dtype = config, weights.dtype
-        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
-        self.max_model_len = config.max_position_embeddings
-        self.eos_token_ids = config.eos_token_id
-        self.conv_width = config.conv_kernel
-        shape = (config.vocab_size, config.hidden_size)
-        self.embedding = weights.take("backbone.embeddings.weight", shape)
+        super().__init__(config, weights)
         self.blocks = _blocks(config, weights, "backbone.layers", config.layers, 0)
         self.final_norm = RMSNorm(weights, "backbone.norm_f", config.hidden_size, config.layer_norm_epsilon)
-        if config.tie_word_embeddings and "lm_head.weight" not in weights:
-            self.head_weight = self.embedding.t().contiguous()
-        else:
-            self.head_weight = weights.take_linear("lm_head.weight", *shape)
-        self.mtp: MtpHead | None = None
         if config.mtp_layers and weights.has_any("mtp."):
-            self.mtp = MtpHead(config, weights, config.layers.count(ATTENTION))
+            self.mtp = NemotronHMtpHead(config, weights, config.layers.count(ATTENTION))
         else:
             weights.skip("mtp.")
 
-    @property
-    def has_mtp(self) -> bool:
-        return self.mtp is not None
-
-    def linear_weights(self) -> list[torch.Tensor]:
-        """Every weight that goes through `kernels.linear`."""
-        blocks = self.blocks + (self.mtp.blocks if self.mtp else [])
-        linears = [each for block in blocks for each in block.mixer.linears()]
-        if self.mtp:
-            linears.append(self.mtp.eh_proj)
-        return [self.head_weight, *(each.weight for each in linears)]
-
-    def attention_specs(self, with_drafter: bool = True) -> list[AttentionSpec]:
-        """KV shape of each attention layer: the target's, then the drafter's."""
-        return self.config.attention_specs(self.dtype, with_drafter=with_drafter and self.has_mtp)
-
-    def state_specs(self, temporal_dtype: torch.dtype = torch.float32, with_drafter: bool = True) -> list[StateSpec]:
-        """Conv and temporal state of each Mamba layer, and the carry when there is an MTP head."""
-        return self.config.state_specs(self.dtype, temporal_dtype, with_drafter=with_drafter and self.has_mtp)
-
-    def forward(self, batch: ForwardBatch, cache: StateCache) -> torch.Tensor:
-        """Run the target over the batch's T tokens; leaves keys and states in the cache.
-
-        Returns [T, hidden] after the final norm, in the model's dtype.
-        """
-        context = ForwardContext(cache, batch.slot_mapping, batch.attention, batch.mamba)
-        x = self.embedding[batch.token_ids]
+    def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return run_blocks(self.blocks, self.final_norm, x, context)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[M, hidden] -> [M, vocab], fp32."""
-        return linear(hidden, self.head_weight, out_dtype=torch.float32)
-
-    def mtp_forward(
-        self,
-        prev_hidden: torch.Tensor,
-        token_ids: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        attention: AttentionRows,
-        cache: StateCache,
-    ) -> torch.Tensor:
-        """Run the MTP head over T slots; slot p holds (hidden of p-1, token p) and attends to slots 1 .. p.
-
-        prev_hidden [T, hidden]: what `forward` or `mtp_forward` returned for the token before. Returns [T, hidden]
-        for `mtp_logits`, and to be fed back for the next draft.
-        """
-        return self.mtp(self.embedding[token_ids], prev_hidden, ForwardContext(cache, slot_mapping, attention))
-
-    def mtp_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[M, hidden] of `mtp_forward` -> [M, vocab], fp32, through the target's own head."""
-        return self.compute_logits(hidden)
 
 
 def _blocks(

@@ -6,14 +6,15 @@ import torch
 
 from mambalign.kernels.linear import check_linear_invariance
 from mambalign.worker.cpu import keep_freed_memory
+from mambalign.worker.models.hybrid import HybridConfig, HybridModel
 from mambalign.worker.models.loader import CheckpointError, DummyWeights, Weights, read_config
-from mambalign.worker.models.nemotron_h import NemotronH, NemotronHConfig
+from mambalign.worker.models.nemotron_h import NemotronH
 
-FAMILIES = {"nemotron_h": NemotronH}  # config.json's model_type -> class
+FAMILIES: dict[str, type[HybridModel]] = {"nemotron_h": NemotronH}  # config.json's model_type -> class
 
 
-def parse_config(path: str | Path) -> NemotronHConfig:
-    """Read the checkpoint folder's config.json; no weight.
+def family_of(path: str | Path) -> tuple[type[HybridModel], HybridConfig]:
+    """The model class of the checkpoint folder, and its parsed config.json; no weight.
 
     Raises CheckpointError for a family that is not served, or a configuration of it that is not.
     """
@@ -24,7 +25,7 @@ def parse_config(path: str | Path) -> NemotronHConfig:
         raise CheckpointError(
             f"{folder} is a {config.get('model_type')!r} model; families served: {', '.join(sorted(FAMILIES))}"
         )
-    return family.parse_config(config)
+    return family, family.Config.from_json(config)
 
 
 def load_model(
@@ -33,13 +34,13 @@ def load_model(
     device: torch.device | str = "cpu",
     show_progress: bool = True,
     load_format: str = "auto",
-) -> NemotronH:
+) -> HybridModel:
     """Load the checkpoint folder `path`, and prove its products batch-invariant on this machine.
 
     load_format "dummy": random weights of the shapes that config.json asks for. Raises CheckpointError for what
-    `parse_config` refuses, and for weights that do not fit.
+    `family_of` refuses, and for weights that do not fit.
     """
-    parsed = parse_config(path)
+    family, parsed = family_of(path)
     if torch.device(device).type == "cpu":
         keep_freed_memory()
         compile_cpu_kernels(dtype)
@@ -47,7 +48,7 @@ def load_model(
         weights = DummyWeights(dtype, device, parsed.tie_word_embeddings)
     else:
         weights = Weights(Path(path), dtype, device, show_progress)
-    model = NemotronH(parsed, weights)
+    model = family(parsed, weights)
     weights.finish()
     check_linear_invariance(model.linear_weights())
     return model
@@ -61,7 +62,7 @@ def compile_cpu_kernels(dtype: torch.dtype) -> None:
 
 def weight_bytes(path: str | Path, dtype: torch.dtype) -> int:
     """Bytes of memory that the model's weights take, from config.json alone."""
-    parsed = parse_config(path)
+    family, parsed = family_of(path)
     weights = DummyWeights(dtype, "meta", parsed.tie_word_embeddings)
-    NemotronH(parsed, weights)
+    family(parsed, weights)
     return weights.num_bytes

@@ -163,7 +163,7 @@ def run_head(
     """The MTP head over `token_ids` from where the text is. Returns [T, hidden]."""
     batch = step_batch(memory, [text], [token_ids])
     attention = replace(batch.attention, first_key=1)
-    return model.mtp_forward(prev_hidden, batch.token_ids, batch.slot_mapping, attention, memory.cache)
+    return model.mtp_forward(prev_hidden, batch.token_ids, batch.positions, batch.slot_mapping, attention, memory.cache)
 
 
 def run_whole(model: NemotronH, token_ids: list[int], temporal_dtype: torch.dtype = torch.float32) -> torch.Tensor:
