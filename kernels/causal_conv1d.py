@@ -1,15 +1,13 @@
-"""Causal depthwise convolution over a paged conv state: the torch reference.
+"""Causal depthwise convolution over a paged conv state.
 
-Formula: y_p = silu(bias + sum_k weight[k] * x_{p - (W-1) + k}), one channel at a time, taps added in order in fp32.
+Formula: y_i = silu(bias + sum_k weight[k] * input[i - (W-1) + k]), one channel at a time, taps added in order in fp32.
 
-A row's conv state holds the W-1 inputs before its next token. Decode rows keep more: the state block of their
-running column also has the inputs of the drafts, and their window starts at slot `num_accepted - 1`, so that
-rejected drafts are simply not looked at. What each row reads and leaves is written down once a forward pass, as
-index lists over an "extended" buffer in which a row's old window stands before its new inputs:
+Number a row's inputs from 0; those before, -(W-1) .. -1, are its window. A row's conv state holds the window of its
+next token. Decode rows keep more: the state block of their running column also has the inputs of the drafts, and their
+window starts at slot `num_accepted - 1`, so that rejected drafts are simply not looked at. After a step of q tokens
 
-    extended row r:  [ W-1 inputs before the row | query_len inputs ]
-
-Every layer then does the same: gather windows, append inputs, convolve, scatter slots.
+    a decode row has left inputs -(W-2) .. q-1 in slots 0 .. W-3+q of its block,
+    a prefill row inputs q-(W-1) .. q-1 in slots 0 .. W-2, and the W-1 that end with a kept token in that token's block.
 """
 
 from dataclasses import dataclass
@@ -40,6 +38,9 @@ class ConvPlan:
 
 def plan_causal_conv1d(batch, conv_width: int, device: torch.device | str = "cpu") -> ConvPlan:
     """Lay out what every row of a `MambaBatch` reads from its conv state and leaves in one.
+
+    What each row reads and leaves is written down once a forward pass, as index lists over an "extended" buffer in
+    which a row's old window stands before its new inputs: [W-1 inputs before the row | query_len inputs] a row.
 
     Decode row: window in slots a-1 .. a+W-3 of the running column (a = num_accepted); afterwards slot i holds the
     input of position n-(W-2)+i, so the a oldest are gone and the new inputs follow. Prefill row: window in slots
@@ -246,10 +247,9 @@ def causal_conv1d_varlen_reference(
 
     x [T, dim], whose tokens may lie further apart than dim; conv_state [blocks, state_len, dim] ("SD") or
     [blocks, dim, state_len] ("DS"), in the dtype of x; weight [W, dim] and bias [dim] in fp32. Returns [T, dim] in the
-    dtype of x; undefined for tokens of no row. Number the inputs of a row from 0, its window being -(W-1) .. -1: slots
-    conv_offset .. conv_offset+W-2 of conv_block, or zeros without a temporal_block. A decode row leaves inputs
-    -(W-2) .. q-1 in conv_block, from slot 0; a prefill row the last W-1, and in the state_block of a token the W-1 that
-    end with it.
+    dtype of x; undefined for tokens of no row. A row's window is in slots conv_offset .. conv_offset+W-2 of conv_block,
+    or zeros without a temporal_block; what it leaves is said above. A kept token is one with a state_block, other than
+    conv_block, in a prefill row.
     """
     window = weight.shape[0] - 1
     slots = conv_state if layout == "SD" else conv_state.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The Mamba-2 recurrence over paged temporal states: the torch reference.
+"""The Mamba-2 recurrence over paged temporal states.
 
 Formula (arXiv 2405.21060, section 2; names as in the published checkpoints), per head, in fp32:
 
@@ -7,12 +7,8 @@ Formula (arXiv 2405.21060, section 2; names as in the published checkpoints), pe
     y_t  = h_t C_t + D * x_t
 
 One loop over the tokens of a row serves prefill, decode, the verification of drafts and the states at boundaries, so
-a row's bits do not depend on how its tokens were cut into steps. Rows run side by side, longest first, so that those
-that have a token t are a prefix; at most `ROWS_TOGETHER` of them, so that their states stay in the processor's cache.
-Elementwise products, a fused multiply-add and a vector-matrix product are the whole step: each was found to give an
-element the same bits wherever it lies in a tensor and whatever lies beside it (the tests pin that).
-
-A 16-bit state is rounded to its dtype after every token, in the loop as in memory, so that a cut changes nothing.
+a row's bits do not depend on how its tokens were cut into steps. A 16-bit state is rounded to its dtype after every
+token, in the loop as in memory, so that a cut changes nothing.
 """
 
 from dataclasses import dataclass
@@ -101,6 +97,10 @@ def mamba2_scan(
 ) -> torch.Tensor:
     """Run the recurrence over every row; update `temporal_state` in place.
 
+    Rows run side by side, longest first, so that those that have a token t are a prefix; at most `ROWS_TOGETHER` of
+    them, so that their states stay in the processor's cache. Elementwise products, a fused multiply-add and a
+    vector-matrix product are the whole step: each was found to give an element the same bits wherever it lies.
+
     x [T, heads, head_dim]; dt_raw [T, heads]; B, C [T, groups, d_state], head h using group h // (heads / groups);
     A (negative), D, dt_bias [heads], fp32; temporal_state [blocks, heads, head_dim, d_state], fp32 or 16 bit.
     Returns y [T, heads, head_dim] in fp32. Only the blocks of the plan are read or written.
@@ -179,7 +179,6 @@ def _keep(states: torch.Tensor, rows: list[int], block_ids: list[int], temporal_
 LINEAR_ABOVE = tl.constexpr(SOFTPLUS_LINEAR_ABOVE)
 THREAD_ELEMENTS = 32  # of the state, in registers
 NUM_WARPS = 2  # of a program of the scan
-BLOCK = 1024
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """The causal conv and the Mamba-2 scan on a CPU: one call a layer, straight from and to the paged fp32 states.
 
-Compiled when this module is imported; the machine code is cached beside the file. A row's bits come from that row
+Compiled when this module is imported; the machine code is kept for the next process. A row's bits come from that row
 alone: one piece of code takes every token of every row, whatever the batch and however a text is cut. A head's state
 stays in a buffer of the processor's cache over the row's tokens and is copied to a block where one is asked for.
 Formulas and contracts: `kernels/causal_conv1d.py`, `kernels/mamba2_scan.py`, `kernels/rows.py`.

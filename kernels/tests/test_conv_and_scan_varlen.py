@@ -6,7 +6,9 @@ read of what was not written, or of a rejected draft, shows in the output.
 """
 
 import importlib.util
+import os
 import random
+import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -459,3 +461,55 @@ def test_triton_chunks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(with_kernels(mamba2_chunk_scan), "CHUNK", 16)
     for shape in [Shape(2, 10, 1, 12, 4), Shape(4, 16, 2, 20, 4)]:
         check_chunks(Layer(shape, "triton", dtype=dtype, by_chunks=True), 16, 37)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from mambalign.kernels import causal_conv1d as conv, mamba2_chunk_scan as chunks, mamba2_scan as scan
+
+FP32 = ("p_weight", "p_bias", "p_A", "p_D", "p_dt_bias", "p_dt", "p_decay", "p_BC", "p_temporal_state")
+INTS = ("query_start", "query_len", "conv_block", "conv_offset", "temporal_block", "is_decode", "state_block")
+
+def build(kernel, kind, constants, num_warps=4):
+    kinds = dict.fromkeys(FP32, "*fp32") | {"p_" + name: "*i32" for name in INTS} | {"dt_min": "fp32"}
+    if kernel is scan.mamba2_scan_kernel or kernel is chunks.mamba2_chunk_scan_kernel:
+        kinds["p_y"] = "*fp32"
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    signature = {n: "constexpr" if n in constants else kinds.get(n, "*" + kind) for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
+    source = ASTSource(kernel, signature, constants, aligned)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    print(kernel.__name__, kind, built.asm["ptx"].count("shfl.sync"), "shuffles", len(built.asm["cubin"]))
+
+for kind, heads, head_dim, groups, d_state in (("bf16", 128, 64, 8, 128), ("fp32", 8, 64, 2, 64)):
+    width, bc = heads * head_dim, groups * d_state
+    dim = width + 2 * bc
+    sizes = {"X_STRIDE": width + dim + heads, "DIM": dim, "WINDOW": 3, "HAS_BIAS": True}
+    sizes |= {"BLOCK_T": conv.BLOCK_T, "BLOCK_C": conv.BLOCK_C, "BLOCK_KEPT": conv.BLOCK_KEPT, "BLOCK_STRIDE": 6 * dim}
+    for slot, channel in ((dim, 1), (1, 6)):
+        layout = sizes | {"SLOT_STRIDE": slot, "CHANNEL_STRIDE": channel}
+        for leaves in (False, True):
+            build(conv.causal_conv1d_kernel, kind, layout | {"LEAVES_INPUTS": leaves})
+        build(conv.leave_conv_inputs_kernel, kind, layout)
+    sizes = {"X_STRIDE": dim, "BC_STRIDE": dim, "DT_STRIDE": width + dim + heads, "NUM_HEADS": heads}
+    sizes |= {"NUM_GROUPS": groups, "GROUP_HEADS": heads // groups, "HEAD_DIM": head_dim, "D_STATE": d_state}
+    sizes |= {"BC_WIDTH": bc, "BLOCK_H": heads, "BLOCK_N": bc, "BLOCK_I": d_state // 4}
+    build(scan.scan_inputs_kernel, kind, sizes)
+    rows = 32 * scan.NUM_WARPS * scan.THREAD_ELEMENTS // d_state
+    build(scan.mamba2_scan_kernel, kind, sizes | {"BLOCK_P": rows}, scan.NUM_WARPS)
+    if kind == "bf16":
+        sizes |= {"CHUNK": chunks.CHUNK, "BLOCK_P": head_dim, "BLOCK_N": d_state}
+        build(chunks.mamba2_chunk_scan_kernel, kind, sizes, chunks.NUM_WARPS)
+"""
+
+
+def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
+    """Also: two tokens of an 8B model's scan take 12 shuffles, as three do for each row that a thread shares."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("shuffles") == 17
+    assert "mamba2_scan_kernel bf16 12 shuffles" in done.stdout
