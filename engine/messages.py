@@ -26,6 +26,7 @@ class EngineOutput(msgspec.Struct, frozen=True):
     new_text: str = ""
     new_token_ids: list[int] = []
     new_logprobs: list[TokenLogprobs] | None = None  # one per new token, when asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of prompt tokens 1, 2, ..; with the first output, if asked for
     finish_reason: str | None = None  # "stop", "length", "abort", "error"
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     error: str | None = None  # text, with finish_reason "error"

@@ -224,7 +224,7 @@ class Scheduler:
         """Admission: hold the cached prefix and start the request's columns from it."""
         hit = Hit(0, 0)
         if self.limits.enable_prefix_caching:
-            hit = self.cache.lookup(request)
+            hit = hit if request.lacks_prompt_logprobs else self.cache.lookup(request)
             request.boundaries = self.cache.boundaries_to_keep(request, hit)
             self.cache.touch_matched(request, hit)
         request.num_computed_tokens = hit.num_tokens
@@ -353,6 +353,8 @@ class Scheduler:
         n, size = request.num_computed_tokens, self.limits.mamba_block_tokens
         assert n == row.num_computed_tokens or (self.limits.schedules_ahead and row.is_decode)
         num_final = len(result.token_ids) if row.is_decode else row.num_tokens
+        if result.prompt_logprobs is not None:  # after a preemption some of them are known
+            request.prompt_logprobs += result.prompt_logprobs[max(0, len(request.prompt_logprobs) - n) :]
         request.running_column = next_column(request.running_column, n, row.num_tokens, size)
         request.num_computed_tokens = n + num_final
         kept, finished = self._append_tokens(request, result.token_ids)
