@@ -300,12 +300,13 @@ class EngineCore:
         request, text = live.request, live.new_text
         live.new_text = ""
         is_first = bool(tokens) and len(tokens) == request.num_output_tokens
+        of_prompt = request.prompt_logprobs if is_first and request.params.prompt_logprobs is not None else None
         return EngineOutput(
             request_id=request.request_id,
             new_text=text,
             new_token_ids=tokens,
             new_logprobs=logprobs[: len(tokens)] if logprobs is not None else None,
-            prompt_logprobs=request.prompt_logprobs if is_first and request.params.prompt_logprobs is not None else None,
+            prompt_logprobs=of_prompt,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             error=error,

@@ -13,6 +13,7 @@ from mambalign.engine.server.errors import as_api_error
 from mambalign.engine.server.generation import Choice, Generation
 from mambalign.engine.server.protocol import GenerationBody
 from mambalign.engine.server.state import ServerState
+from mambalign.engine.server.token_text import prompt_logprobs
 
 SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
@@ -35,6 +36,17 @@ class Answer:
     def chunk_choices(self, choice: Choice, output: EngineOutput) -> list[dict[str, Any]]:
         """What one step's news of a choice becomes: a chunk each, none when nothing is to be said yet."""
         raise NotImplementedError
+
+    def best_choices(self, choices: list[Choice]) -> list[Choice]:
+        """Those that a whole answer shows."""
+        return choices
+
+    def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
+        """The field that `prompt_logprobs` adds; a stream has it in a choice's first chunk."""
+        if self.body.prompt_logprobs is None or choice.prompt_logprobs is None:
+            return {}
+        lists = prompt_logprobs(self.state.token_text, choice.prompt_token_ids, choice.prompt_logprobs)
+        return {"prompt_logprobs": lists}
 
     def envelope(self, object_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -63,7 +75,7 @@ async def send_answer(request: web.Request, answer: Answer, generation: Generati
         if not answer.body.stream:
             async for _ in news:
                 pass
-            choices = [answer.whole_choice(choice) for choice in generation.choices]
+            choices = [answer.whole_choice(choice) for choice in answer.best_choices(generation.choices)]
             whole = answer.envelope(answer.object_name, choices) | {"usage": generation.usage()}
             return json_response(whole)
         options = answer.body.stream_options

@@ -28,6 +28,7 @@ class Choice:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens but the first
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
@@ -39,10 +40,16 @@ class Choice:
         self.text += output.new_text
         self.token_ids += output.new_token_ids
         self.logprobs += output.new_logprobs or []
+        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         self.num_cached_tokens = output.num_cached_tokens
         self.num_draft_tokens = output.num_draft_tokens
         self.num_accepted_tokens = output.num_accepted_tokens
+
+    @property
+    def mean_logprob(self) -> float:
+        """How likely the model finds the text: a token's mean log-probability."""
+        return sum(lp.logprob for lp in self.logprobs) / max(1, len(self.logprobs))
 
 
 class Generation:
@@ -56,9 +63,12 @@ class Generation:
         *,
         cache_salt: str | None,
         arrival: float,
+        scores_only: bool = False,
     ):
+        """`scores_only`: nothing that is generated is shown, or counts; the prompts' log-probabilities do."""
         self._state = state
         self._arrival = arrival
+        self._scores_only = scores_only
         self._requests = []
         self._choices: dict[str, Choice] = {}  # by engine request id
         for prompt, one in zip(prompts, params, strict=True):
@@ -92,6 +102,8 @@ class Generation:
                             is_first=not choice.token_ids,
                         )
                         choice.last_token_time = now
+                    if self._scores_only:
+                        output = without_tokens(output)
                     choice.add(output)
                     if output.finish_reason:
                         metrics.e2e_request_latency.observe(now - self._arrival)
@@ -122,6 +134,19 @@ class Generation:
                 "rejected_prediction_tokens": drafted - accepted,
             },
         }
+
+
+def without_tokens(output: EngineOutput) -> EngineOutput:
+    """As if no token had been asked for."""
+    reason = output.finish_reason and "length"
+    return msgspec.structs.replace(
+        output,
+        new_text="",
+        new_token_ids=[],
+        new_logprobs=None if output.new_logprobs is None else [],
+        finish_reason=reason,
+        stop_reason=None,
+    )
 
 
 def fit_params(
