@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from mambalign.engine.messages import EngineOutput
-from mambalign.engine.server.errors import as_api_error
+from mambalign.engine.server.errors import ApiError, as_api_error
 from mambalign.engine.server.generation import Choice, Generation
 from mambalign.engine.server.protocol import GenerationBody
 from mambalign.engine.server.state import ServerState
@@ -63,6 +63,37 @@ class Answer:
             return {}
         return {"token_ids": ids, "prompt_token_ids": choice.prompt_token_ids}
 
+    def whole(self, generation: Generation) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        choices = [self.whole_choice(choice) for choice in self.best_choices(generation.choices)]
+        return self.envelope(self.object_name, choices) | {"usage": generation.usage()}
+
+    # a stream's events
+
+    @property
+    def _includes_usage(self) -> bool:
+        options = self.body.stream_options
+        return bool(options and options.include_usage)
+
+    def begin(self) -> list[bytes]:
+        """Before the first news."""
+        return []
+
+    def news(self, choice: Choice, output: EngineOutput) -> list[bytes]:
+        usage = {"usage": None} if self._includes_usage else {}
+        chunks = [self.envelope(self.chunk_object_name, [part]) for part in self.chunk_choices(choice, output)]
+        return [event(chunk | usage) for chunk in chunks]
+
+    def end(self, generation: Generation) -> list[bytes]:
+        last = [event(b"[DONE]")]
+        if self._includes_usage:
+            last.insert(0, event(self.envelope(self.chunk_object_name, []) | {"usage": generation.usage()}))
+        return last
+
+    def failed(self, error: ApiError, generation: Generation) -> list[bytes]:
+        """The stream's last words when it cannot go on."""
+        return [event(error.body())]
+
     def has_news(self, output: EngineOutput) -> bool:
         """A step may bring no text yet (part of a character or of a stop string)."""
         wants_tokens = self.body.return_token_ids or output.new_logprobs is not None
@@ -75,36 +106,35 @@ async def send_answer(request: web.Request, answer: Answer, generation: Generati
         if not answer.body.stream:
             async for _ in news:
                 pass
-            choices = [answer.whole_choice(choice) for choice in answer.best_choices(generation.choices)]
-            whole = answer.envelope(answer.object_name, choices) | {"usage": generation.usage()}
-            return json_response(whole)
-        options = answer.body.stream_options
-        include_usage = bool(options and options.include_usage)
+            return json_response(answer.whole(generation))
         response: web.StreamResponse | None = None  # not before the first news: an early error has a status
         try:
             async for choice, output in news:
                 if response is None:
                     response = web.StreamResponse(headers=SSE_HEADERS)
                     await response.prepare(request)
-                for chunk_choice in answer.chunk_choices(choice, output):
-                    chunk = answer.envelope(answer.chunk_object_name, [chunk_choice])
-                    await write_event(response, chunk | ({"usage": None} if include_usage else {}))
-            if include_usage:
-                chunk = answer.envelope(answer.chunk_object_name, [])
-                await write_event(response, chunk | {"usage": generation.usage()})
-            await response.write(b"data: [DONE]\n\n")
+                    await write_events(response, answer.begin())
+                await write_events(response, answer.news(choice, output))
+            await write_events(response, answer.end(generation))
         except ConnectionError:  # the client has gone
             return response
         except Exception as error:
             if response is None:
                 raise
-            await response.write(b"data: %b\n\n" % as_api_error(error).body())
+            await write_events(response, answer.failed(as_api_error(error), generation))
         await response.write_eof()
         return response
 
 
-async def write_event(response: web.StreamResponse, value: Any) -> None:
-    await response.write(b"data: %b\n\n" % msgspec.json.encode(value))
+async def write_events(response: web.StreamResponse, events: list[bytes]) -> None:
+    if events:
+        await response.write(b"".join(events))
+
+
+def event(value: Any, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    data = value if isinstance(value, bytes) else msgspec.json.encode(value)
+    return b"data: %b\n\n" % data if name is None else b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
 def json_response(value: Any, status: int = 200) -> web.Response:

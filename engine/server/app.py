@@ -11,6 +11,7 @@ from mambalign.engine.server.answer import json_response
 from mambalign.engine.server.completions import chat_completions, completions
 from mambalign.engine.server.errors import ApiError, error_middleware, unavailable
 from mambalign.engine.server.protocol import DetokenizeBody, TokenizeBody, parse_body
+from mambalign.engine.server.responses import responses
 from mambalign.engine.server.state import STATE, ServerState
 
 MAX_BODY_BYTES = 64 << 20
@@ -31,6 +32,7 @@ def make_app(state: ServerState) -> web.Application:
             web.get("/v1/models/{name:.+}", get_model),
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/responses", responses),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
             web.post("/reset_prefix_cache", reset_prefix_cache),

@@ -221,6 +221,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         prompt_field="messages",
         max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
         default_max_tokens=None,
+        max_tokens_field="max_completion_tokens" if body.max_tokens is None else "max_tokens",
     )
     generation = Generation(state, [prompt], [params], cache_salt=body.cache_salt, arrival=arrival)
     return await send_answer(request, ChatAnswer(state, body), generation)

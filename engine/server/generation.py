@@ -157,6 +157,7 @@ def fit_params(
     prompt_field: str,
     max_tokens: int | None,
     default_max_tokens: int | None,
+    max_tokens_field: str = "max_tokens",
 ) -> SamplingParams:
     """Check a prompt and its parameters against the model. Raises ApiError 400 naming field and limit.
 
@@ -182,13 +183,16 @@ def fit_params(
     try:
         params.validate(vocab_size)
     except ValueError as error:
-        raise value_error(error) from error
+        text = str(error)
+        if text.startswith("max_tokens "):
+            text = max_tokens_field + text.removeprefix("max_tokens")
+        raise value_error(ValueError(text)) from error
     if params.max_tokens > room:
         raise ApiError(
             400,
-            f"max_tokens is {params.max_tokens}, but {len(prompt)} prompt tokens leave room for {room} "
+            f"{max_tokens_field} is {params.max_tokens}, but {len(prompt)} prompt tokens leave room for {room} "
             f"(max_model_len {limit})",
-            param="max_tokens",
+            param=max_tokens_field,
             code="context_length_exceeded",
         )
     return params

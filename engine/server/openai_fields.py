@@ -1,7 +1,7 @@
 """Every field of OpenAI's request types, per endpoint: honoured, or refused with what to do instead.
 
 A test walks the installed openai package's types, so a field that a new client can send is never met unprepared.
-Honoured fields are those of the endpoint's body (`protocol.py`, `responses.py`).
+Honoured fields are those of the endpoint's body (`protocol.py`, `response_body.py`).
 """
 
 from typing import Any, NamedTuple

@@ -22,8 +22,9 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
 
 
-class GenerationBody(Body, forbid_unknown_fields=True, kw_only=True):
-    max_tokens: int | None = None
+class SamplingBody(Body, forbid_unknown_fields=True, kw_only=True):
+    """What the three endpoints that generate have in common."""
+
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -37,11 +38,8 @@ class GenerationBody(Body, forbid_unknown_fields=True, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    n: int | None = None
-    prompt_logprobs: int | None = None  # alternatives for each token of the prompt
     stream: bool | None = None
     stream_options: "StreamOptions | None" = None
-    return_token_ids: bool | None = None  # adds token_ids and prompt_token_ids to each choice
     cache_salt: str | None = None  # prefixes are shared between requests of one salt only
     user: str | None = None  # says who asks; changes nothing
 
@@ -49,6 +47,13 @@ class GenerationBody(Body, forbid_unknown_fields=True, kw_only=True):
         """What was given, the rest at its default; `changes` come last."""
         given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__} | changes
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+class GenerationBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
+    max_tokens: int | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None  # alternatives for each token of the prompt
+    return_token_ids: bool | None = None  # adds token_ids and prompt_token_ids to each choice
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
