@@ -23,6 +23,7 @@ KERNEL_MODULES = (
     "rms_norm",
     "sampling",
     "scatter_rows",
+    "step_addresses",
 )
 
 IMPORTED_TOO_EARLY = "triton" in sys.modules and os.environ.get(INTERPRET) != "1"
