@@ -1,16 +1,21 @@
 """From a running generation to an HTTP answer: one JSON body, or server-sent events."""
 
+import asyncio
 import contextlib
+import socket
+import struct
 import time
 import uuid
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from mambalign.engine.messages import EngineOutput
+from mambalign.engine.server.access import LOG_FIELDS
 from mambalign.engine.server.errors import ApiError, as_api_error
-from mambalign.engine.server.generation import Choice, Generation
+from mambalign.engine.server.generation import Choice, Generation, log_fields
 from mambalign.engine.server.protocol import GenerationBody
 from mambalign.engine.server.state import ServerState
 from mambalign.engine.server.token_text import prompt_logprobs
@@ -101,34 +106,76 @@ class Answer:
 
 
 async def send_answer(request: web.Request, answer: Answer, generation: Generation) -> web.StreamResponse:
-    """Run the generation to its end and answer. If the client leaves, the generation is aborted."""
-    async with contextlib.aclosing(generation.run()) as news:
-        if not answer.body.stream:
-            async for _ in news:
-                pass
+    """Run the generation to its end and answer. If the client leaves, or time is up, the generation is aborted."""
+    state = answer.state
+    try:
+        async with contextlib.aclosing(generation.run()) as news:
+            if answer.body.stream:
+                return await stream_answer(request, answer, generation, news)
+            async with asyncio.timeout_at(generation.deadline):
+                async for _ in news:
+                    pass
             return json_response(answer.whole(generation))
-        response: web.StreamResponse | None = None  # not before the first news: an early error has a status
-        try:
+    finally:
+        request[LOG_FIELDS] = log_fields(generation, answer.body, state.tokenizer, state.options.log_prompts)
+
+
+async def stream_answer(
+    request: web.Request, answer: Answer, generation: Generation, news: AsyncIterator[tuple[Choice, EngineOutput]]
+) -> web.StreamResponse:
+    stream = EventStream(request, answer.state.options.write_timeout)
+    try:
+        async with asyncio.timeout_at(generation.deadline):
             async for choice, output in news:
-                if response is None:
-                    response = web.StreamResponse(headers=SSE_HEADERS)
-                    await response.prepare(request)
-                    await write_events(response, answer.begin())
-                await write_events(response, answer.news(choice, output))
-            await write_events(response, answer.end(generation))
-        except ConnectionError:  # the client has gone
-            return response
-        except Exception as error:
-            if response is None:
-                raise
-            await write_events(response, answer.failed(as_api_error(error), generation))
-        await response.write_eof()
-        return response
+                if not stream.has_begun:  # not before the first news: an early error has a status
+                    await stream.begin()
+                    await stream.write(answer.begin())
+                await stream.write(answer.news(choice, output))
+        await stream.write(answer.end(generation))
+    except ConnectionError:  # the client has gone
+        return stream.response
+    except Exception as error:
+        if not stream.has_begun:
+            raise
+        with contextlib.suppress(ConnectionError):
+            await stream.write(answer.failed(as_api_error(error), generation))
+    with contextlib.suppress(ConnectionError):
+        await stream.response.write_eof()
+    return stream.response
 
 
-async def write_events(response: web.StreamResponse, events: list[bytes]) -> None:
-    if events:
-        await response.write(b"".join(events))
+class EventStream:
+    """Server-sent events for a client that reads them: one that does not for `write_timeout` seconds is cut off."""
+
+    def __init__(self, request: web.Request, write_timeout: float):
+        self.response = web.StreamResponse(headers=SSE_HEADERS)
+        self.has_begun = False
+        self._request = request
+        self._write_timeout = write_timeout
+
+    async def begin(self) -> None:
+        self.has_begun = True
+        await self.response.prepare(self._request)
+
+    async def write(self, events: list[bytes]) -> None:
+        """Raises ConnectionError when the client has gone, or was cut off."""
+        if not events:
+            return
+        writing = asyncio.timeout(self._write_timeout)
+        try:
+            async with writing:
+                await self.response.write(b"".join(events))
+        except TimeoutError:
+            self._cut_off()
+            raise ConnectionResetError("the client reads nothing") from None
+
+    def _cut_off(self) -> None:
+        """Close the connection and drop what is unsent, also what the kernel still holds."""
+        transport = self._request.transport
+        if transport is not None:
+            at_once = struct.pack("ii", 1, 0)
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            transport.abort()
 
 
 def event(value: Any, name: str | None = None) -> bytes:

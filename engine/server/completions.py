@@ -175,6 +175,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     params = completion_params(body)
     scores_only = bool(body.echo) and body.max_tokens == 0  # one token is generated and not shown
     texts = split_prompt(body.prompt)
+    state.admit(len(texts) * max(1, params.n), len(texts))  # before any is made into tokens
     prompts = [await state.encode(prompt) if isinstance(prompt, str) else prompt for prompt in texts]
     fitted = [
         fit_params(

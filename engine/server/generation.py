@@ -66,6 +66,7 @@ class Generation:
         scores_only: bool = False,
     ):
         """`scores_only`: nothing that is generated is shown, or counts; the prompts' log-probabilities do."""
+        state.admit(sum(one.n for one in params), len(prompts))
         self._state = state
         self._arrival = arrival
         self._scores_only = scores_only
@@ -117,6 +118,12 @@ class Generation:
             if unfinished:
                 metrics.finished.labels(reason).inc(unfinished)
 
+    @property
+    def deadline(self) -> float | None:
+        """When the answer must have ended, in seconds of the event loop's clock."""
+        limit = self._state.options.request_timeout
+        return None if limit is None else self._arrival + limit
+
     def usage(self) -> dict[str, Any]:
         """Tokens so far. A prompt counts once, however many choices it has; cached is what choice 0 found."""
         firsts = [choice for choice in self.choices if choice.is_first_of_prompt]
@@ -134,6 +141,26 @@ class Generation:
                 "rejected_prediction_tokens": drafted - accepted,
             },
         }
+
+
+def log_fields(generation: Generation, body: Any, tokenizer: Any, with_texts: bool) -> dict[str, Any]:
+    """What the access log says of a generation; its texts only when asked for."""
+    usage = generation.usage()
+    fields = {
+        "user": body.user,
+        "stream": bool(body.stream),
+        "choices": len(generation.choices),
+        "finish_reasons": [choice.finish_reason or "abort" for choice in generation.choices],
+        "prompt_tokens": usage["prompt_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+        **usage["prompt_tokens_details"],
+        **usage["completion_tokens_details"],
+    }
+    if with_texts:
+        firsts = [choice for choice in generation.choices if choice.is_first_of_prompt]
+        fields["prompts"] = [tokenizer.decode(choice.prompt_token_ids) for choice in firsts]
+        fields["texts"] = [choice.text for choice in generation.choices]
+    return fields
 
 
 def without_tokens(output: EngineOutput) -> EngineOutput:

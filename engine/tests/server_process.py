@@ -59,7 +59,7 @@ class ServerProcess:
     def url(self) -> str:
         """`http://host:port`; waits until requests can be sent there."""
         if self._url is None:
-            self._url = self.wait_line(r"^serving \S+ at (http://\S+)/v1")[1]
+            self._url = self.wait_line(r"^serving \S+ at (https?://\S+)/v1")[1]
         return self._url
 
     def wait_line(self, pattern: str, seconds: float = START_SECONDS) -> re.Match[str]:
