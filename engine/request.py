@@ -41,6 +41,7 @@ class Request:
     num_computed_tokens: int = 0  # n: tokens whose KV and state are final
     num_admitted_tokens: int = 0  # tokens known at the last admission; a row past them decodes
     num_cached_tokens: int | None = None  # prefix-cache hit of the first admission
+    queue_seconds: float | None = None  # from arrival to the first admission
     num_draft_tokens: int = 0  # drafts verified over the request's life
     num_accepted_tokens: int = 0  # of those, kept in the text
     num_preemptions: int = 0

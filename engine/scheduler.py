@@ -45,6 +45,7 @@ class SchedulerCounters:
 
     prefix_queries: int = 0
     prefix_hits: int = 0
+    prefix_misses: Counter[str] = field(default_factory=Counter)  # requests by cause
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0  # requests
@@ -245,7 +246,10 @@ class Scheduler:
             return  # resumed: only the first admission answers to the hit law
         request.num_cached_tokens = hit.num_tokens
         self.counters.prompt_tokens += request.num_prompt_tokens
-        if self.limits.enable_prefix_caching:
+        looked_up = self.limits.enable_prefix_caching and not request.lacks_prompt_logprobs
+        if hit.num_tokens == 0:
+            self.counters.prefix_misses[self.cache.miss_cause(request, hit) if looked_up else "disabled"] += 1
+        if looked_up:
             self.counters.prefix_queries += request.num_prompt_tokens
             self.counters.prefix_hits += hit.num_tokens
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from mambalign.engine.client import EngineError
 from mambalign.engine.server.access import add_headers, auth_middleware, cors_middleware, request_id_middleware
@@ -78,7 +78,7 @@ async def metrics(request: web.Request) -> web.Response:
     if (ready := state.client.ready) is not None:
         state.metrics.engine.num_positions = ready.spec_tokens
         state.metrics.engine.runner_labels = {"runner": ready.runner, "layout": ready.conv_layout}
-    return web.Response(body=generate_latest(state.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    return web.Response(body=state.metrics.text(state.model_name), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 def model_card(state: ServerState) -> dict[str, object]:

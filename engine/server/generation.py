@@ -34,7 +34,9 @@ class Choice:
     num_cached_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    last_token_time: float = 0.0  # monotonic seconds; the arrival before the first token
+    queue_seconds: float = 0.0  # from arrival to the first step
+    first_token_time: float = 0.0  # monotonic seconds, like the next
+    last_token_time: float = 0.0  # the arrival before the first token
 
     def add(self, output: EngineOutput) -> None:
         self.text += output.new_text
@@ -43,6 +45,7 @@ class Choice:
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         self.num_cached_tokens = output.num_cached_tokens
+        self.queue_seconds = output.queue_seconds
         self.num_draft_tokens = output.num_draft_tokens
         self.num_accepted_tokens = output.num_accepted_tokens
 
@@ -73,6 +76,7 @@ class Generation:
         self._requests = []
         self._choices: dict[str, Choice] = {}  # by engine request id
         for prompt, one in zip(prompts, params, strict=True):
+            state.metrics.observe_request(one.n, one.max_tokens)
             for request in state.client.factory.split(prompt, one, cache_salt or ""):
                 self._requests.append(request)
                 self._choices[request.request_id] = Choice(
@@ -100,16 +104,25 @@ class Generation:
                             len(output.new_token_ids),
                             choice.last_token_time,
                             now,
-                            is_first=not choice.token_ids,
+                            is_first=choice.first_token_time == 0.0,
                         )
+                        choice.first_token_time = choice.first_token_time or now
                         choice.last_token_time = now
                     if self._scores_only:
                         output = without_tokens(output)
                     choice.add(output)
                     if output.finish_reason:
-                        metrics.e2e_request_latency.observe(now - self._arrival)
+                        metrics.observe_choice(
+                            arrival=self._arrival,
+                            queue_seconds=choice.queue_seconds,
+                            first_token=choice.first_token_time or now,
+                            now=now,
+                            num_prompt=len(choice.prompt_token_ids),
+                            num_output=len(choice.token_ids),
+                        )
                         metrics.finished.labels(output.finish_reason).inc()
                     yield choice, output
+            metrics.observe_end(max(len(choice.token_ids) for choice in self.choices))
         except EngineError:
             reason = "error"
             raise
