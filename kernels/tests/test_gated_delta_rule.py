@@ -1,8 +1,8 @@
 """The gated delta rule over paged states: values of the formula, and the same bits in any pieces, batch and drafts.
 
 Texts are run side by side in random pieces, by the torch reference, by the CPU kernel and by the Triton kernel
-(compiled on a GPU, else interpreted). Pools are poisoned with NaN and blocks are handed out in random order, so that a read of
-what was not written, or of a rejected draft, shows in the output.
+(compiled on a GPU, else interpreted). Pools are poisoned with NaN and blocks are handed out in random order, so that a
+read of what was not written, or of a rejected draft, shows in the output.
 """
 
 import os
