@@ -9,8 +9,15 @@ from mambalign.worker.cpu import keep_freed_memory
 from mambalign.worker.models.hybrid import HybridConfig, HybridModel
 from mambalign.worker.models.loader import CheckpointError, DummyWeights, Weights, read_config
 from mambalign.worker.models.nemotron_h import NemotronH
+from mambalign.worker.models.qwen3_5 import Qwen35
+from mambalign.worker.models.qwen3_next import Qwen3Next
 
-FAMILIES: dict[str, type[HybridModel]] = {"nemotron_h": NemotronH}  # config.json's model_type -> class
+FAMILIES: dict[str, type[HybridModel]] = {  # config.json's model_type -> class
+    "nemotron_h": NemotronH,
+    "qwen3_5": Qwen35,
+    "qwen3_5_text": Qwen35,
+    "qwen3_next": Qwen3Next,
+}
 
 
 def family_of(path: str | Path) -> tuple[type[HybridModel], HybridConfig]:

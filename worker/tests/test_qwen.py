@@ -1,0 +1,263 @@
+"""Qwen3-Next and Qwen3.5: logits against transformers, the head against a plain one, the same bits in any schedule."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from mambalign.kernels.tolerances import tolerance
+from mambalign.worker.models.hybrid import HybridModel
+from mambalign.worker.models.loader import CheckpointError
+from mambalign.worker.models.qwen3_next import Qwen3Next
+from mambalign.worker.models.registry import load_model
+from mambalign.worker.tests.texts import (
+    Memory,
+    assert_logits_close,
+    check_boundaries,
+    check_every_cut,
+    check_head_pieces,
+    check_logits,
+    check_random_schedule,
+    random_ids,
+    run,
+    run_whole,
+)
+
+D, A = "linear_attention", "full_attention"
+VISION = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2)
+
+# Odd sizes on purpose: heads that are no power of two, head dims that fill no vector, a vocabulary that fills no tile.
+SMALL = {
+    "text": dict(
+        model_type="qwen3_5_text", layer_types=[D, A, D], hidden_size=48, intermediate_size=61, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=24, linear_num_key_heads=3, linear_num_value_heads=6, linear_key_head_dim=10,
+        linear_value_head_dim=12, vocab_size=97, rope_parameters={"rope_type": "default", "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 1], "mrope_interleaved": True},
+    ),
+    "multimodal": dict(
+        model_type="qwen3_5", layer_types=[A, D, D, A], hidden_size=72, intermediate_size=40, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16,
+        linear_value_head_dim=7, vocab_size=130, linear_conv_kernel_dim=2, tie_word_embeddings=True,
+    ),
+    "next": dict(
+        model_type="qwen3_next", layer_types=[D, D, A], hidden_size=64, intermediate_size=24, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=16,
+        linear_value_head_dim=20, vocab_size=64, linear_conv_kernel_dim=3, num_experts=0,
+    ),
+}  # fmt: skip
+CLASSES = {
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+}
+
+
+def write_checkpoint(folder: Path, model_type: str, **sizes) -> Path:
+    """A random checkpoint, written by transformers in two shards or one, with an MTP head beside it."""
+    torch.manual_seed(sizes["hidden_size"])
+    config_class, model_class = CLASSES[model_type]
+    sizes = {"initializer_range": 0.2, "max_position_embeddings": 512} | sizes
+    sizes["num_hidden_layers"] = len(sizes["layer_types"])
+    if model_type != "qwen3_next":
+        sizes["mtp_num_hidden_layers"] = 1
+    if model_type == "qwen3_5":
+        vision = VISION | {"out_hidden_size": sizes["hidden_size"]}
+        tied = sizes.get("tie_word_embeddings", False)
+        model = model_class(config_class(text_config=sizes, vision_config=vision, tie_word_embeddings=tied))
+    else:
+        model = model_class(config_class(**sizes))
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith((".dt_bias", ".A_log")):
+            torch.nn.init.normal_(parameter, 0.5 if name.endswith("linear_attn.norm.weight") else 0.0, 0.5)
+    model.save_pretrained(folder, max_shard_size="100KB" if model_type == "qwen3_5" else "1GB")
+    add_head(folder, sizes)
+    return folder
+
+
+def add_head(folder: Path, sizes: dict) -> None:
+    """Write the head's weights, under their published names, into a file of the checkpoint."""
+    hidden, inner, head_dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    q, kv = sizes["num_attention_heads"] * head_dim, sizes["num_key_value_heads"] * head_dim
+    layer = {
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "self_attn.q_norm": (head_dim,),
+        "self_attn.k_norm": (head_dim,), "self_attn.q_proj": (2 * q, hidden), "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    shapes = {"fc": (hidden, 2 * hidden), "norm": (hidden,)}
+    shapes |= {f"pre_fc_norm_{part}": (hidden,) for part in ("embedding", "hidden")}
+    shapes |= {f"layers.0.{name}": shape for name, shape in layer.items()}
+    head = {f"mtp.{name}.weight": 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        save_file(head, folder / "mtp.safetensors")
+        parsed = json.loads(index.read_text())
+        parsed["weight_map"] |= dict.fromkeys(head, "mtp.safetensors")
+        index.write_text(json.dumps(parsed))
+        return
+    save_file(load_file(folder / "model.safetensors") | head, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.fixture(scope="module", params=SMALL)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / request.param, **SMALL[request.param])
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> HybridModel:
+    return load_model(folder, torch.float32, show_progress=False)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path):
+    model_class = CLASSES[json.loads((folder / "config.json").read_text())["model_type"]][1]
+    return model_class.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def test_logits_of_prefill_chunks_and_decode_are_those_of_transformers(model, oracle) -> None:
+    check_logits(model, oracle)
+
+
+@pytest.mark.parametrize("layout", ["SD", "DS"])
+def test_bits_do_not_depend_on_pieces_batch_or_drafts(model, layout: str) -> None:
+    for seed in range(3):
+        check_random_schedule(model, layout, seed, lengths=[1, 2, 3, 63, 100, 128, 129, 150])
+
+
+def test_bits_with_many_rows(model) -> None:
+    check_random_schedule(model, "SD", seed=7, lengths=[9, 10, 11, 12, 13, 14, 15, 16, 17, 40, 41])
+
+
+def test_every_cut_of_a_prompt_gives_the_same_bits(model) -> None:
+    check_every_cut(model)
+
+
+@pytest.mark.parametrize("layout", ["SD", "DS"])
+def test_a_boundary_state_is_the_state_after_exactly_its_tokens(model, layout: str) -> None:
+    check_boundaries(model, layout)
+
+
+def test_a_16_bit_state_is_rounded_after_every_token(model) -> None:
+    token_ids = random_ids(model, 30)
+    whole = run_whole(model, token_ids, torch.bfloat16)
+    assert not torch.equal(whole, run_whole(model, token_ids))
+    memory = Memory(model, "SD", torch.bfloat16)
+    text = memory.text(token_ids)
+    pieces = []
+    for stop in (1, 9, 10, 30):
+        pieces.append(run(model, memory, [text], [token_ids[text.num_computed : stop]]))
+        text.num_computed = stop
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_bfloat16_runs_and_is_close(folder: Path, oracle) -> None:
+    model = load_model(folder, torch.bfloat16, show_progress=False)
+    token_ids = random_ids(model, 50)
+    hidden = run_whole(model, token_ids)
+    with torch.inference_mode():
+        ours, theirs = model.compute_logits(hidden), oracle(torch.tensor([token_ids])).logits[0]
+    assert_logits_close(ours, theirs, torch.bfloat16)
+    check_random_schedule(model, "SD", seed=1, lengths=[5, 40, 61])
+
+
+def plain_head(folder: Path, model: Qwen3Next, prev_hidden: torch.Tensor, token_ids: list[int]) -> torch.Tensor:
+    """The head as it is published, over slots 1 .. T of a text: hidden states [T, hidden]."""
+    weights = weights_of(folder)
+    embedding = next(tensor for name, tensor in weights.items() if name.endswith("embed_tokens.weight"))
+    config, positions = model.config, torch.arange(1, len(token_ids) + 1)
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ weights[f"mtp.{name}.weight"].t()
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], 1 + weights[f"mtp.{name}.weight"], config.rms_norm_eps)
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        width = config.head_dim // 4
+        angles = positions[:, None] / config.rotary.theta ** (torch.arange(0, width, 2) / width)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        low, high, rest = x.split([width // 2, width // 2, config.head_dim - width], dim=-1)
+        return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], dim=-1)
+
+    inputs = [norm(embedding[token_ids], "pre_fc_norm_embedding"), norm(prev_hidden, "pre_fc_norm_hidden")]
+    x = linear(torch.cat(inputs, dim=-1), "fc")
+    y, name = norm(x, "layers.0.input_layernorm"), "layers.0.self_attn"
+    query, gate = linear(y, f"{name}.q_proj").unflatten(1, (-1, 2 * config.head_dim)).chunk(2, dim=-1)
+    key, value = (linear(y, f"{name}.{part}_proj").unflatten(1, (-1, config.head_dim)) for part in "kv")
+    query, key = rotate(norm(query, f"{name}.q_norm")), rotate(norm(key, f"{name}.k_norm"))
+    query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+    y = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True, enable_gqa=True)[0]
+    x = x + linear((y.transpose(0, 1) * gate.sigmoid()).flatten(1), f"{name}.o_proj")
+    y = norm(x, "layers.0.post_attention_layernorm")
+    y = F.silu(linear(y, "layers.0.mlp.gate_proj")) * linear(y, "layers.0.mlp.up_proj")
+    return norm(x + linear(y, "layers.0.mlp.down_proj"), "norm")
+
+
+@torch.inference_mode()
+def test_the_head_is_the_published_one_in_any_pieces(model, folder: Path) -> None:
+    ours, token_ids = check_head_pieces(model), random_ids(model, 60)
+    theirs = plain_head(folder, model, run_whole(model, token_ids)[:-1], token_ids[1:])
+    torch.testing.assert_close(ours, theirs, **tolerance("kernel", torch.float32))
+    assert torch.equal(model.mtp_logits(ours).argmax(-1), model.compute_logits(theirs).argmax(-1))
+
+
+def edit_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model", **SMALL["text"])
+
+
+def test_layer_types_by_interval_and_old_rotary_fields(small: Path) -> None:
+    parsed = load_model(small, torch.float32, show_progress=False).config
+    edit_config(
+        small, layer_types=None, full_attention_interval=2, rope_parameters=None, rope_theta=1e4,
+        partial_rotary_factor=0.25,
+    )  # fmt: skip
+    assert load_model(small, torch.float32, show_progress=False).config == parsed
+
+
+def test_a_head_that_the_checkpoint_lacks_is_none(small: Path) -> None:
+    weights = load_file(small / "model.safetensors")
+    save_file({n: t for n, t in weights.items() if not n.startswith("mtp.")}, small / "model.safetensors")
+    model = load_model(small, torch.float32, show_progress=False)
+    assert not model.has_mtp
+    assert [spec.kind for spec in model.state_specs()] == ["conv", "temporal"] * 2
+    assert len(model.attention_specs()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"layer_types": ["sliding_attention"]}, "layer_types with sliding_attention"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; served: silu"),
+        ({"attention_bias": True}, "attention_bias = True; served: False"),
+        ({"mtp_num_hidden_layers": 2}, "2 MTP layers; served: at most 1"),
+        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings = True; served: False"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope'"),
+        ({"linear_num_key_heads": None}, "linear_num_key_heads"),
+        ({"hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(small: Path, changes: dict, text: str) -> None:
+    edit_config(small, **changes)
+    with pytest.raises(CheckpointError, match=text):
+        load_model(small, torch.float32, show_progress=False)
