@@ -69,8 +69,8 @@ def rotary_embed_reference(
     cos, sin = table[positions.clamp(0, len(table) - 1)].unsqueeze(2).unbind(1)  # [T, 1, half]
     for x in (query, key):
         low, high = x[..., :half].float(), x[..., half : 2 * half].float()
-        x[..., :half] = low * cos - high * sin
-        x[..., half : 2 * half] = high * cos + low * sin
+        turned = low * cos - high * sin, high * cos + low * sin
+        x[..., :half], x[..., half : 2 * half] = turned
 
 
 def rotary_embed_on_gpu(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> None:

@@ -97,9 +97,10 @@ class Mamba2Mixer:
     """Mamba-2 (arXiv 2405.21060): in_proj -> [gate | x B C | dt], conv over x B C, scan, gated norm, out_proj.
 
     A family that differs in how the input is projected or the gate applied overrides `project` or `gate_norm`.
+    out_bias: whether out_proj has one; as in_proj by default.
     """
 
-    def __init__(self, config, weights: Weights, name: str, state_index: int):
+    def __init__(self, config, weights: Weights, name: str, state_index: int, out_bias: bool | None = None):
         self.state_index = state_index  # which of the cache's conv and temporal states is this layer's
         self.num_heads, self.head_dim = config.mamba_num_heads, config.mamba_head_dim
         self.num_groups, self.d_state = config.n_groups, config.ssm_state_size
@@ -118,7 +119,8 @@ class Mamba2Mixer:
         self.D = weights.take(f"{name}.D", (self.num_heads,), fp32)
         self.dt_bias = weights.take(f"{name}.dt_bias", (self.num_heads,), fp32)
         self.gated = self.gate_norm(config, weights, f"{name}.norm")
-        self.out_proj = Linear(weights, f"{name}.out_proj", self.width, config.hidden_size, config.use_bias)
+        out_bias = config.use_bias if out_bias is None else out_bias
+        self.out_proj = Linear(weights, f"{name}.out_proj", self.width, config.hidden_size, out_bias)
 
     def linears(self) -> list[Linear]:
         return [self.in_proj, self.out_proj]

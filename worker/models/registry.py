@@ -6,6 +6,9 @@ import torch
 
 from mambalign.kernels.linear import check_linear_invariance
 from mambalign.worker.cpu import keep_freed_memory
+from mambalign.worker.models.bamba import Bamba
+from mambalign.worker.models.falcon_h1 import FalconH1
+from mambalign.worker.models.granite_hybrid import GraniteHybrid
 from mambalign.worker.models.hybrid import HybridConfig, HybridModel
 from mambalign.worker.models.loader import CheckpointError, DummyWeights, Weights, read_config
 from mambalign.worker.models.nemotron_h import NemotronH
@@ -13,6 +16,9 @@ from mambalign.worker.models.qwen3_5 import Qwen35
 from mambalign.worker.models.qwen3_next import Qwen3Next
 
 FAMILIES: dict[str, type[HybridModel]] = {  # config.json's model_type -> class
+    "bamba": Bamba,
+    "falcon_h1": FalconH1,
+    "granitemoehybrid": GraniteHybrid,
     "nemotron_h": NemotronH,
     "qwen3_5": Qwen35,
     "qwen3_5_text": Qwen35,

@@ -51,7 +51,11 @@ class RotaryConfig:
         kind = given.get("rope_type", given.get("type", "default"))
         if kind not in _FREQUENCIES:
             raise CheckpointError(f"config.json: rope_type = {kind!r}; served: {', '.join(_FREQUENCIES)}")
-        needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+        needed = {
+            "linear": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+            "yarn": ("factor",),
+        }
         for name in needed.get(kind, ()):
             if name not in given:
                 raise CheckpointError(f"config.json: rope_type = {kind!r} without {name}")
