@@ -67,7 +67,7 @@ def write_checkpoint(folder: Path, model_type: str, **sizes) -> Path:
     """A random checkpoint, written by transformers in two shards or one, with an MTP head beside it."""
     torch.manual_seed(sizes["hidden_size"])
     config_class, model_class = CLASSES[model_type]
-    sizes = {"initializer_range": 0.2, "max_position_embeddings": 512} | sizes
+    sizes = {"initializer_range": 0.05, "max_position_embeddings": 512} | sizes
     sizes["num_hidden_layers"] = len(sizes["layer_types"])
     if model_type != "qwen3_next":
         sizes["mtp_num_hidden_layers"] = 1
@@ -79,7 +79,7 @@ def write_checkpoint(folder: Path, model_type: str, **sizes) -> Path:
         model = model_class(config_class(**sizes))
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith((".dt_bias", ".A_log")):
-            torch.nn.init.normal_(parameter, 0.5 if name.endswith("linear_attn.norm.weight") else 0.0, 0.5)
+            torch.nn.init.normal_(parameter, 0.5 if name.endswith("linear_attn.norm.weight") else 0.0, 0.3)
     model.save_pretrained(folder, max_shard_size="100KB" if model_type == "qwen3_5" else "1GB")
     add_head(folder, sizes)
     return folder
