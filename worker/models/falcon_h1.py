@@ -17,7 +17,7 @@ from mambalign.kernels.rms_norm import rms_norm, rms_norm_gated
 from mambalign.kernels.silu_mul import silu_mul
 from mambalign.worker.models.bamba import feed_forward
 from mambalign.worker.models.layers import Attention, ForwardContext, Linear, Mamba2Mixer
-from mambalign.worker.models.loader import Weights
+from mambalign.worker.models.loader import CheckpointError, Weights
 from mambalign.worker.models.mamba2_decoder import PARALLEL, Mamba2Decoder, Mamba2DecoderConfig
 from mambalign.worker.models.rotary import Rotary, RotaryConfig
 
@@ -58,7 +58,11 @@ class FalconH1Config(Mamba2DecoderConfig):
     def from_json(cls, config: dict[str, Any]) -> "FalconH1Config":
         """Read a published config.json. Raises CheckpointError for what cannot be served, naming the field."""
         lists = {name: tuple(config[name]) for name in ("mlp_multipliers", "ssm_multipliers") if config.get(name)}
-        parsed = cls.read(config, [PARALLEL] * config.get("num_hidden_layers", 32), **lists)
+        for name, values in lists.items():
+            if len(values) != len(getattr(cls, name)):
+                raise CheckpointError(f"config.json: {name} = {values}; served: {len(getattr(cls, name))} of them")
+        layers = [PARALLEL] * config.get("num_hidden_layers", 32)
+        parsed = cls.read(config, layers, config.get("mamba_d_ssm", 1024), **lists)
         rotary = RotaryConfig.from_json(config, parsed.head_dim, parsed.max_position_embeddings)
         return replace(parsed, rotary=rotary)
 

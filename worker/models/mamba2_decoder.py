@@ -50,8 +50,11 @@ class Mamba2DecoderConfig:
     rotary: RotaryConfig | None = None
 
     @classmethod
-    def read(cls, config: dict[str, Any], layers: list[str] | tuple[str, ...], **derived: Any) -> Self:
-        """The published fields and those that the family derives from them. Raises CheckpointError, see `from_json`."""
+    def read(cls, config: dict[str, Any], layers: list[str], mamba_width: int | None = None, **derived: Any) -> Self:
+        """The published fields and those that the family derives from them. Raises CheckpointError, see `from_json`.
+
+        mamba_width: channels of x; by default `mamba_expand` times the hidden size.
+        """
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise CheckpointError(f"config.json: hidden_act = {config['hidden_act']!r}; served: silu")
         limit = [_number(value) for value in config.get("time_step_limit") or (0.0, math.inf)]
@@ -66,10 +69,10 @@ class Mamba2DecoderConfig:
             heads = config.get("num_attention_heads", cls.num_attention_heads)
             given["num_key_value_heads"] = config.get("num_key_value_heads", cls.num_key_value_heads) or heads
             given["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
-            width = config.get("mamba_d_ssm") or config.get("mamba_expand", 2) * config["hidden_size"]
+            width = mamba_width or config.get("mamba_expand", 2) * config["hidden_size"]
             if config.get("mamba_d_head", "auto") in ("auto", None):
                 given["mamba_d_head"] = width // config.get("mamba_n_heads", cls.mamba_n_heads)
-            parsed = cls(**{**given, "layers": tuple(layers), **derived})
+            parsed = cls(**{**given, **derived, "layers": tuple(layers)})
         except KeyError as error:
             raise CheckpointError(f"config.json lacks {error.args[0]}") from error
         except TypeError as error:
