@@ -163,7 +163,7 @@ def test_the_names_of_the_weights_tell_whether_there_is_a_head(
     assert read_facts(str(tmp_path), tmp_path).num_mtp_layers == num_layers
     if names:
         (tmp_path / "model.safetensors.index.json").unlink()
-        header = json.dumps({"__metadata__": {}} | dict.fromkeys(names, {})).encode()
+        header = json.dumps({"__metadata__": {}} | {name: {} for name in names}).encode()
         (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
         assert read_facts(str(tmp_path), tmp_path).num_mtp_layers == num_layers
 

@@ -63,7 +63,7 @@ def check_bfloat16(folder: Path, oracle: PreTrainedModel) -> None:
 
 
 @torch.inference_mode()
-def check_served(folder: Path, oracle: PreTrainedModel) -> None:
+def check_served(folder: Path, oracle: PreTrainedModel, spec_method: str | None = None) -> None:
     """Greedy texts through both runners, cold and warm, are transformers', ties aside, and the reference's bits."""
     model = load_model(folder, torch.float32, show_progress=False)
     reference, head = ReferenceEngine(model), random_ids(model, 40)
@@ -80,8 +80,9 @@ def check_served(folder: Path, oracle: PreTrainedModel) -> None:
     assert all(same) or _is_tie(oracle, prompts[0] + ours[: same.index(False)])
     for runner, layout in (("v1", "DS"), ("v2", "SD")):
         llm = LLM(
-            str(folder), device="cpu", runner=runner, mamba_conv_layout=layout, spec_tokens=3, mamba_block_size=16,
-            check_fused_copy=True, max_num_batched_tokens=48, max_num_seqs=4, cache_memory=64 << 20,
+            str(folder), device="cpu", runner=runner, mamba_conv_layout=layout, spec_tokens=3,
+            spec_method=spec_method, mamba_block_size=16, check_fused_copy=True, max_num_batched_tokens=48,
+            max_num_seqs=4, cache_memory=64 << 20,
         )  # fmt: skip
         for is_warm in (False, True):
             results = llm.generate(prompts, params)
