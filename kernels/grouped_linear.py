@@ -96,18 +96,18 @@ def grouped_linear_kernel(
         EVEN: tl.constexpr = K % BLOCK_K == 0 and N % BLOCK_N == 0
         o_n, o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         is_n = (o_n < N)[None, :]
-        p_x += o_x.to(tl.int64)[:, None] * K + o_k[None, :]
-        p_weight += i_e.to(tl.int64) * (K * WIDTH) + o_k.to(tl.int64)[:, None] * WIDTH + o_n[None, :]
+        p_row = p_x + o_x.to(tl.int64)[:, None] * K + o_k[None, :]
+        p_tile = p_weight + i_e.to(tl.int64) * (K * WIDTH) + o_k.to(tl.int64)[:, None] * WIDTH + o_n[None, :]
         b_sum, b_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
             is_k = k + o_k < K
-            b_x = _load(p_x, is_k[None, :], K % BLOCK_K == 0)
+            b_x = _load(p_row, is_k[None, :], K % BLOCK_K == 0)
             is_weight = is_k[:, None] & is_n
-            b_sum = tl.dot(b_x, _load(p_weight, is_weight, EVEN), b_sum, input_precision="ieee")
+            b_sum = tl.dot(b_x, _load(p_tile, is_weight, EVEN), b_sum, input_precision="ieee")
             if GATED:
-                b_up = tl.dot(b_x, _load(p_weight + N, is_weight, EVEN), b_up, input_precision="ieee")
-            p_x += BLOCK_K
-            p_weight += BLOCK_K * WIDTH
+                b_up = tl.dot(b_x, _load(p_tile + N, is_weight, EVEN), b_up, input_precision="ieee")
+            p_row += BLOCK_K
+            p_tile += BLOCK_K * WIDTH
         dtype: tl.constexpr = p_out.dtype.element_ty
         b_out = b_sum.to(dtype)
         if RELU2:
