@@ -15,6 +15,8 @@ INTERPRET = "TRITON_INTERPRET"
 KERNEL_MODULES = (
     "activation",
     "batch_memcpy",
+    "expert_routing",
+    "grouped_linear",
     "linear_triton",
     "mamba_state_copy",
     "postprocess_mamba",
