@@ -10,15 +10,20 @@ import triton.language as tl
 from mambalign.kernels.activation import silu_of
 
 BLOCK = 1024
+WORD = 8  # elements that a thread loads at once, where widths and strides are multiples of it
 
 
 @triton.jit(do_not_specialize=["gate_stride", "x_stride", "width"])
-def silu_mul_kernel(p_gate, p_x, p_out, gate_stride, x_stride, width, gate_scale, scale, BLOCK: tl.constexpr):
+def silu_mul_kernel(
+    p_gate, p_x, p_out, gate_stride, x_stride, width, gate_scale, scale, BLOCK: tl.constexpr, WORD: tl.constexpr
+):
     """out = silu(gate * gate_scale) * x * scale.
 
     Grid (rows, tiles of BLOCK channels). A program owns a tile of a row.
     Reads gate and x, whose rows may lie apart; writes out, contiguous. fp32, each element alone, rounded once.
+    WORD divides the width and the strides.
     """
+    width, gate_stride, x_stride = width // WORD * WORD, gate_stride // WORD * WORD, x_stride // WORD * WORD
     i_row, o_channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = o_channel < width
     b_gate = tl.load(p_gate + i_row * gate_stride + o_channel, mask=mask, other=0.0).to(tl.float32)
@@ -40,9 +45,10 @@ def silu_mul_on_gpu(gate: torch.Tensor, x: torch.Tensor, gate_scale: float = 1.0
     """`silu_mul` by the kernel."""
     num_rows, width = gate.shape
     out = torch.empty(num_rows, width, dtype=gate.dtype, device=gate.device)
+    word = WORD if all(each % WORD == 0 for each in (width, gate.stride(0), x.stride(0))) else 1
     if num_rows:
         silu_mul_kernel[(num_rows, triton.cdiv(width, BLOCK))](
-            gate, x, out, gate.stride(0), x.stride(0), width, float(gate_scale), float(scale), BLOCK
+            gate, x, out, gate.stride(0), x.stride(0), width, float(gate_scale), float(scale), BLOCK, word
         )
     return out
 

@@ -1,0 +1,103 @@
+"""The loader: shards, names and shapes that do not fit, and what is refused before any weight is read."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mambalign.worker.models.hybrid import HybridModel
+from mambalign.worker.models.loader import CheckpointError
+from mambalign.worker.models.registry import load_model
+from mambalign.worker.tests.nemotron_checkpoints import SMALL, write_checkpoint
+from mambalign.worker.tests.texts import run_whole
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model", **SMALL["odd"])
+
+
+def rewrite(folder: Path, change) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+def edit_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def load(folder: Path) -> HybridModel:
+    return load_model(folder, torch.float32, show_progress=False)
+
+
+def test_missing_unexpected_and_misshaped_weights_are_named_together(small: Path) -> None:
+    def change(weights: dict) -> None:
+        weights["backbone.surprise"] = torch.zeros(1)
+        del weights["backbone.norm_f.weight"]
+        weights["backbone.layers.0.mixer.D"] = torch.zeros(7)
+
+    rewrite(small, change)
+    with pytest.raises(CheckpointError) as error:
+        load(small)
+    assert "1 missing: backbone.norm_f.weight" in str(error.value)
+    assert "1 unexpected: backbone.surprise" in str(error.value)
+    assert "backbone.layers.0.mixer.D: [7] in the file, [6] by config.json" in str(error.value)
+
+
+def test_sharded_checkpoints(small: Path) -> None:
+    weights = load_file(small / "model.safetensors")
+    whole = run_whole(load(small), list(range(3, 20)))
+    (small / "model.safetensors").unlink()
+    shards = {"a.safetensors": dict(list(weights.items())[::2]), "b.safetensors": dict(list(weights.items())[1::2])}
+    for name, tensors in shards.items():
+        save_file(tensors, small / name)
+    index = {"weight_map": {weight: name for name, tensors in shards.items() for weight in tensors}}
+    (small / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(run_whole(load(small), list(range(3, 20))), whole)
+    (small / "b.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks 1 of the shards.*b\.safetensors"):
+        load(small)
+
+
+def test_pickled_weights_are_refused(small: Path) -> None:
+    (small / "model.safetensors").rename(small / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pickled weights only \(pytorch_model\.bin\)"):
+        load(small)
+
+
+def test_a_head_that_the_checkpoint_lacks_is_none(small: Path) -> None:
+    assert load(small).has_mtp
+    rewrite(small, lambda weights: [weights.pop(name) for name in list(weights) if name.startswith("mtp.")])
+    model = load(small)
+    assert not model.has_mtp
+    assert [spec.kind for spec in model.state_specs()] == ["conv", "temporal"] * 2
+    assert len(model.attention_specs()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model_type": "llama"}, "'llama' model; families served: nemotron_h"),
+        ({"layers_block_type": ["moe"], "moe_intermediate_size": 0}, "layers of experts and no moe_intermediate_size"),
+        ({"layers_block_type": ["moe"], "num_experts_per_tok": 9}, "9 experts a token of 8"),
+        ({"layers_block_type": ["rwkv"]}, "unknown layer kind.*rwkv"),
+        ({"sliding_window": 128}, "sliding_window = 128"),
+        ({"mlp_hidden_act": "gelu"}, "mlp_hidden_act = 'gelu'; served: "),
+        ({"hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(small: Path, changes: dict, text: str) -> None:
+    edit_config(small, **changes)
+    with pytest.raises(CheckpointError, match=text):
+        load(small)
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such checkpoint folder"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
+        load(tmp_path)
