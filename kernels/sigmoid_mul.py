@@ -10,19 +10,22 @@ import triton.language as tl
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["x_stride", "gate_stride", "width"])
-def sigmoid_mul_kernel(p_x, p_gate, p_out, x_stride, gate_stride, width, BLOCK: tl.constexpr):
+@triton.jit
+def sigmoid_mul_kernel(
+    p_x, p_gate, p_out,
+    X_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """out = x / (1 + exp(-gate)).
 
     Grid (rows, tiles of BLOCK channels). A program owns a tile of a row.
     Reads x and gate, whose rows may lie apart; writes out, contiguous. fp32, each element alone, rounded once.
     """
     i_row, o_channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = o_channel < width
-    b_x = tl.load(p_x + i_row * x_stride + o_channel, mask=mask, other=0.0).to(tl.float32)
-    b_gate = tl.load(p_gate + i_row * gate_stride + o_channel, mask=mask, other=0.0).to(tl.float32)
+    mask = o_channel < WIDTH
+    b_x = tl.load(p_x + i_row * X_STRIDE + o_channel, mask=mask, other=0.0).to(tl.float32)
+    b_gate = tl.load(p_gate + i_row * GATE_STRIDE + o_channel, mask=mask, other=0.0).to(tl.float32)
     b_out = b_x / (1.0 + tl.exp(-b_gate))
-    tl.store(p_out + i_row * width + o_channel, b_out.to(p_out.dtype.element_ty), mask=mask)
+    tl.store(p_out + i_row * WIDTH + o_channel, b_out.to(p_out.dtype.element_ty), mask=mask)
 
 
 def sigmoid_mul_reference(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ KERNEL_MODULES = (
     "batch_memcpy",
     "expert_routing",
     "grouped_linear",
+    "head_norm",
     "linear_triton",
     "mamba_state_copy",
     "postprocess_mamba",
@@ -26,6 +27,7 @@ KERNEL_MODULES = (
     "rotary",
     "sampling",
     "scatter_rows",
+    "sigmoid_mul",
     "silu_mul",
 )
 
