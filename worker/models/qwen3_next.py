@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from mambalign.kernels.expert_routing import Routing
 from mambalign.worker.models.gated_attention import GatedAttention
 from mambalign.worker.models.gated_delta_net import GatedDeltaNet
 from mambalign.worker.models.gated_mlp import GatedMLP
 from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.layers import ForwardContext, Linear, ZeroCentredRMSNorm
 from mambalign.worker.models.loader import CheckpointError, Weights
+from mambalign.worker.models.moe import Experts, MoE, Router, stack_experts, take_stacked_experts
 from mambalign.worker.models.residual import ResidualBlock, run_blocks
 from mambalign.worker.models.rotary import Rotary, RotaryConfig
 from mambalign.worker.state_cache import AttentionSpec, StateSpec
@@ -25,6 +27,7 @@ SERVED = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
     "attn_output_gate": (True,),
+    "output_gate_type": ("silu", "swish"),  # of the DeltaNet layers
     "use_sliding_window": (False,),
     "mtp_use_dedicated_embeddings": (False,),
 }
@@ -47,6 +50,13 @@ class Qwen3NextConfig:
     linear_key_head_dim: int
     linear_value_head_dim: int
     intermediate_size: int = 0  # of layers without a mixture
+    num_experts: int = 512  # 0: no layer has a mixture
+    num_experts_per_tok: int = 10
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
     linear_conv_kernel_dim: int = 4
     eos_token_id: tuple[int, ...] = ()
     max_position_embeddings: int = 32768
@@ -64,6 +74,18 @@ class Qwen3NextConfig:
     @property
     def linear_value_width(self) -> int:
         return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def routing(self) -> Routing | None:
+        """How tokens choose experts, if there are any. Raises ValueError for numbers that do not fit together."""
+        if not self.num_experts:
+            return None
+        return Routing(self.num_experts, self.num_experts_per_tok, sigmoid=False, normalised=self.norm_topk_prob)
+
+    def has_mixture(self, layer: int) -> bool:
+        """Whether the layer of that number of the target is followed by a mixture of experts."""
+        is_dense = layer in self.mlp_only_layers or (layer + 1) % self.decoder_sparse_step
+        return self.num_experts > 0 and not is_dense
 
     def attention_specs(self, dtype: torch.dtype, with_drafter: bool) -> list[AttentionSpec]:
         """KV shape of each attention layer: the target's, then the drafter's. Needs no weight."""
@@ -103,14 +125,17 @@ class Qwen3NextConfig:
         given = {name: value for name, value in config.items() if name in names and value is not None}
         try:
             given["layer_types"] = _layer_types(config)
+            given["mlp_only_layers"] = tuple(config.get("mlp_only_layers") or ())
             given["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
             positions = config.get("max_position_embeddings", cls.max_position_embeddings)
             given["rotary"] = RotaryConfig.from_json(config, given["head_dim"], positions, ROTATED)
             given["eos_token_id"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-            return cls(**{**given, **derived})
+            parsed = cls(**{**given, **derived})
+            _ = parsed.routing  # may raise
+            return parsed
         except KeyError as error:
             raise CheckpointError(f"config.json lacks {error.args[0]}") from error
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise CheckpointError(f"config.json: {error}") from error
 
 
@@ -157,11 +182,12 @@ class Qwen3Next(HybridModel):
         self.embedding_name = f"{self.prefix}.embed_tokens.weight"
         super().__init__(config, weights)
         self.rotary = Rotary(config.rotary, weights.device)
-        self.blocks = self._layers(weights, f"{self.prefix}.layers", config.layer_types, 0)
+        mixtures = [config.has_mixture(i) for i in range(len(config.layer_types))]
+        self.blocks = self._layers(weights, f"{self.prefix}.layers", config.layer_types, mixtures, 0)
         self.final_norm = ZeroCentredRMSNorm(weights, f"{self.prefix}.norm", config.hidden_size, config.rms_norm_eps)
         if config.num_mtp_layers and weights.has_any("mtp."):
-            kinds = (ATTENTION,) * config.num_mtp_layers
-            blocks = self._layers(weights, "mtp.layers", kinds, config.layer_types.count(ATTENTION))
+            first_kv = config.layer_types.count(ATTENTION)
+            blocks = self._layers(weights, "mtp.layers", (ATTENTION,), [config.num_experts > 0], first_kv)
             self.mtp = MtpHead(config, weights, blocks)
         else:
             weights.skip("mtp.")
@@ -169,7 +195,10 @@ class Qwen3Next(HybridModel):
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return run_blocks(self.blocks, self.final_norm, x, context)
 
-    def _layers(self, weights: Weights, prefix: str, kinds: tuple[str, ...], first_kv: int) -> list[ResidualBlock]:
+    def _layers(
+        self, weights: Weights, prefix: str, kinds: tuple[str, ...], mixtures: list[bool], first_kv: int
+    ) -> list[ResidualBlock]:
+        """Layers of these kinds, those with mixtures; keys of attention are in the cache from `first_kv` on."""
         config, blocks = self.config, []
         for i, kind in enumerate(kinds):
             name = f"{prefix}.{i}"
@@ -179,7 +208,8 @@ class Qwen3Next(HybridModel):
             else:
                 kv_index = first_kv + kinds[:i].count(ATTENTION)
                 mixer = GatedAttention(config, weights, f"{name}.self_attn", kv_index, self.rotary)
-            for norm, part in (("input", mixer), ("post_attention", self.mlp(weights, f"{name}.mlp", i))):
+            mlp = self.mlp(weights, f"{name}.mlp", mixtures[i])
+            for norm, part in (("input", mixer), ("post_attention", mlp)):
                 norm = ZeroCentredRMSNorm(weights, f"{name}.{norm}_layernorm", config.hidden_size, config.rms_norm_eps)
                 blocks.append(ResidualBlock(norm, part))
         return blocks
@@ -196,8 +226,23 @@ class Qwen3Next(HybridModel):
         order = torch.cat([part.flatten() for part in parts])
         return Linear(weights, [f"{name}.in_proj_qkvz", f"{name}.in_proj_ba"], config.hidden_size, widths, order=order)
 
-    def mlp(self, weights: Weights, name: str, layer: int):
-        """What follows the mixer of layer number `layer` of its stack."""
+    def mlp(self, weights: Weights, name: str, is_mixture: bool) -> GatedMLP | MoE:
         config = self.config
-        gate_up, down = [f"{name}.{part}_proj" for part in ("gate", "up")], f"{name}.down_proj"
-        return GatedMLP(weights, gate_up, down, config.hidden_size, config.intermediate_size)
+        if not is_mixture:
+            return gated_mlp(weights, name, config.hidden_size, config.intermediate_size)
+        hidden, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        router = Router(weights, f"{name}.gate.weight", hidden, config.routing)
+        if f"{name}.experts.gate_up_proj" in weights:
+            up = take_stacked_experts(weights, f"{name}.experts.gate_up_proj", count, 2 * inner, hidden)
+            down = take_stacked_experts(weights, f"{name}.experts.down_proj", count, hidden, inner)
+        else:
+            up = stack_experts(weights, f"{name}.experts", ("gate_proj", "up_proj"), count, inner, hidden)
+            down = stack_experts(weights, f"{name}.experts", ("down_proj",), count, hidden, inner)
+        shared = gated_mlp(weights, f"{name}.shared_expert", hidden, config.shared_expert_intermediate_size)
+        shared_gate = Linear(weights, f"{name}.shared_expert_gate", hidden, 1)
+        return MoE(router, Experts(up, down, None, gated=True), shared, shared_gate)
+
+
+def gated_mlp(weights: Weights, name: str, hidden_size: int, intermediate_size: int) -> GatedMLP:
+    gate_up = [f"{name}.{part}_proj" for part in ("gate", "up")]
+    return GatedMLP(weights, gate_up, f"{name}.down_proj", hidden_size, intermediate_size)

@@ -12,7 +12,7 @@ from mambalign.worker.models.granite_hybrid import GraniteHybrid
 from mambalign.worker.models.hybrid import HybridConfig, HybridModel
 from mambalign.worker.models.loader import CheckpointError, DummyWeights, Weights, read_config
 from mambalign.worker.models.nemotron_h import NemotronH
-from mambalign.worker.models.qwen3_5 import Qwen35
+from mambalign.worker.models.qwen3_5 import Qwen35, Qwen35Moe
 from mambalign.worker.models.qwen3_next import Qwen3Next
 
 FAMILIES: dict[str, type[HybridModel]] = {  # config.json's model_type -> class
@@ -21,6 +21,8 @@ FAMILIES: dict[str, type[HybridModel]] = {  # config.json's model_type -> class
     "granitemoehybrid": GraniteHybrid,
     "nemotron_h": NemotronH,
     "qwen3_5": Qwen35,
+    "qwen3_5_moe": Qwen35Moe,
+    "qwen3_5_moe_text": Qwen35Moe,
     "qwen3_5_text": Qwen35,
     "qwen3_next": Qwen3Next,
 }

@@ -12,6 +12,10 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
@@ -46,10 +50,30 @@ SMALL = {
         num_key_value_heads=4, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=16,
         linear_value_head_dim=20, vocab_size=64, linear_conv_kernel_dim=3, num_experts=0,
     ),
+    "next_moe": dict(
+        model_type="qwen3_next", layer_types=[D, A, D], hidden_size=40, intermediate_size=36, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=9,
+        linear_value_head_dim=8, vocab_size=101, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20,
+        shared_expert_intermediate_size=28, mlp_only_layers=[1], norm_topk_prob=False,
+    ),
+    "moe": dict(
+        model_type="qwen3_5_moe", layer_types=[D, A], hidden_size=56, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, linear_num_key_heads=3, linear_num_value_heads=3, linear_key_head_dim=8, linear_value_head_dim=16,
+        vocab_size=99, num_experts=10, num_experts_per_tok=7, moe_intermediate_size=12,
+        shared_expert_intermediate_size=17,
+    ),
+    "moe_text": dict(
+        model_type="qwen3_5_moe_text", layer_types=[A, D], hidden_size=64, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=32, linear_num_key_heads=1, linear_num_value_heads=5, linear_key_head_dim=16, linear_value_head_dim=6,
+        vocab_size=67, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+    ),
 }  # fmt: skip
 CLASSES = {
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
 }
 
@@ -63,7 +87,7 @@ def build(folder: Path, model_type: str, **sizes) -> Path:
     if model_type != "qwen3_next":  # whose published config.json does not tell of the head
         sizes["mtp_num_hidden_layers"] = 1
     config = config_class(**sizes)
-    if model_type == "qwen3_5":
+    if model_type in ("qwen3_5", "qwen3_5_moe"):
         tied, vision = sizes.get("tie_word_embeddings", False), VISION | {"out_hidden_size": sizes["hidden_size"]}
         config = config_class(text_config=sizes, vision_config=vision, tie_word_embeddings=tied)
     model = model_class(config)
@@ -73,25 +97,41 @@ def build(folder: Path, model_type: str, **sizes) -> Path:
     model.save_pretrained(folder, max_shard_size="100KB" if model_type == "qwen3_5" else "1GB")
     for file in DEFAULT_MODEL.glob("tokenizer*.json"):
         shutil.copy(file, folder)
-    add_head(folder, sizes)
+    add_head(folder, sizes, model_type == "qwen3_5_moe")
     return folder
 
 
-def add_head(folder: Path, sizes: dict) -> None:
+def fuse_experts(weights: dict[str, torch.Tensor], name: str, count: int) -> None:
+    """Experts as Qwen3.5 publishes them: all in two tensors."""
+    parts = {part: [weights.pop(f"{name}.{i}.{part}_proj.weight") for i in range(count)] for part in ("gate", "up")}
+    weights[f"{name}.gate_up_proj"] = torch.cat([torch.stack(parts["gate"]), torch.stack(parts["up"])], dim=1)
+    weights[f"{name}.down_proj"] = torch.stack([weights.pop(f"{name}.{i}.down_proj.weight") for i in range(count)])
+
+
+def add_head(folder: Path, sizes: dict, is_fused: bool) -> None:
     """Write the head's weights, under their published names, into a file of the checkpoint."""
-    hidden, inner, head_dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    hidden, inner, head_dim = sizes["hidden_size"], sizes.get("intermediate_size", 0), sizes["head_dim"]
     q, kv = sizes["num_attention_heads"] * head_dim, sizes["num_key_value_heads"] * head_dim
     layer = {
         "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "self_attn.q_norm": (head_dim,),
         "self_attn.k_norm": (head_dim,), "self_attn.q_proj": (2 * q, hidden), "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+        "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q),
     }  # fmt: skip
+    mlps = {"mlp": inner}
+    if count := sizes.get("num_experts", 0):
+        mlps = {"mlp.shared_expert": sizes["shared_expert_intermediate_size"]}
+        mlps |= {f"mlp.experts.{i}": sizes["moe_intermediate_size"] for i in range(count)}
+        layer |= {"mlp.gate": (count, hidden), "mlp.shared_expert_gate": (1, hidden)}
+    for name, width in mlps.items():
+        layer |= {f"{name}.{part}_proj": (width, hidden) for part in ("gate", "up")}
+        layer[f"{name}.down_proj"] = (hidden, width)
     shapes = {"fc": (hidden, 2 * hidden), "norm": (hidden,)}
     shapes |= {f"pre_fc_norm_{part}": (hidden,) for part in ("embedding", "hidden")}
     shapes |= {f"layers.0.{name}": shape for name, shape in layer.items()}
     head = {f"mtp.{name}.weight": 0.3 * torch.randn(shape) for name, shape in shapes.items()}
     head["mtp.fc.weight"][:, :hidden] += 8 * torch.eye(hidden)  # with tied weights: the token again, as the target says
+    if is_fused:
+        fuse_experts(head, "mtp.layers.0.mlp.experts", count)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         save_file(head, folder / "mtp.safetensors")
@@ -177,9 +217,25 @@ def plain_head(folder: Path, model: Qwen3Next, prev_hidden: torch.Tensor, token_
     query, key, value = (t.transpose(0, 1) for t in (query, key, value))
     y = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True, enable_gqa=True)[0]
     x = x + linear((y.transpose(0, 1) * gate.sigmoid()).flatten(1), f"{name}.o_proj")
-    y = norm(x, "layers.0.post_attention_layernorm")
-    y = F.silu(linear(y, "layers.0.mlp.gate_proj")) * linear(y, "layers.0.mlp.up_proj")
-    return norm(x + linear(y, "layers.0.mlp.down_proj"), "norm")
+    y, name = norm(x, "layers.0.post_attention_layernorm"), "layers.0.mlp"
+
+    def mlp(y: torch.Tensor, name: str) -> torch.Tensor:
+        return linear(F.silu(linear(y, f"{name}.gate_proj")) * linear(y, f"{name}.up_proj"), f"{name}.down_proj")
+
+    def expert(y: torch.Tensor, i: int) -> torch.Tensor:
+        if f"mtp.{name}.experts.gate_up_proj" not in weights:
+            return mlp(y, f"{name}.experts.{i}")
+        gate, up = (y @ weights[f"mtp.{name}.experts.gate_up_proj"][i].t()).chunk(2, dim=-1)
+        return (F.silu(gate) * up) @ weights[f"mtp.{name}.experts.down_proj"][i].t()
+
+    if not config.num_experts:
+        return norm(x + mlp(y, name), "norm")
+    scores, ids = linear(y, f"{name}.gate").softmax(-1).topk(config.num_experts_per_tok, dim=-1)
+    scores = scores / scores.sum(-1, keepdim=True) if config.norm_topk_prob else scores
+    mixed = linear(y, f"{name}.shared_expert_gate").sigmoid() * mlp(y, f"{name}.shared_expert")
+    for i in range(config.num_experts):
+        mixed += (scores * (ids == i)).sum(-1, keepdim=True) * expert(y, i)
+    return norm(x + mixed, "norm")
 
 
 @torch.inference_mode()
