@@ -79,7 +79,10 @@ def accept_drafts_reference(target: torch.Tensor, drafts: torch.Tensor, query_le
 
 
 def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
-    """`argmax_rows_reference`, on a GPU in two launches without synchronisation. logits: contiguous."""
+    """`argmax_rows_reference`, on a GPU in two launches without synchronisation. logits: contiguous.
+
+    On a CPU it is torch's own, for which NaN is the largest.
+    """
     if not logits.is_cuda:
         return logits.argmax(dim=1)
     return argmax_rows_on_gpu(logits)

@@ -1,4 +1,4 @@
-"""Compiles the linear, expert, norm, activation and sampling kernels for an H100 or H200, on any machine; prints JSON.
+"""Compiles the kernels of products, experts, norms, gates, positions and sampling for an H100 or H200; prints JSON.
 
 Sizes of an 8B Nemotron-H in bf16 and of the small fp32 model. A process of its own: a kernel that the interpreter runs
 cannot be compiled.
@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mambalign.kernels import activation, expert_routing, grouped_linear, rms_norm, sampling
+from mambalign.kernels import activation, expert_routing, grouped_linear, rms_norm, rotary, sampling, silu_mul
 from mambalign.kernels.linear_triton import GROUP_M, WORD_BYTES, linear_kernel, segments_of, tiles_for
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -98,6 +98,22 @@ def compile_activation(relu2: bool):
     return compile_kernel(activation.activation_kernel, types, {"RELU2": relu2, "BLOCK": activation.BLOCK})
 
 
+def compile_rotary(num_heads: int, kv_heads: int, head_dim: int, half: int, dtype: torch.dtype):
+    name, power = f"*{NAMES[dtype]}", triton.next_power_of_2
+    types = {"p_query": name, "p_key": name, "p_positions": "*i64", "p_table": "*fp32"}
+    stride = (num_heads + 2 * kv_heads) * head_dim
+    constants = {"Q_STRIDE": stride, "K_STRIDE": stride, "NUM_HEADS": num_heads, "KV_HEADS": kv_heads}
+    constants |= {"HEAD_DIM": head_dim, "HALF": half}
+    constants |= {"BLOCK_H": power(num_heads), "BLOCK_KV": power(kv_heads), "BLOCK_J": power(half)}
+    return compile_kernel(rotary.rotary_kernel, types, constants)
+
+
+def compile_silu_mul(dtype: torch.dtype, x_dtype: torch.dtype):
+    types = {"p_gate": f"*{NAMES[dtype]}", "p_x": f"*{NAMES[x_dtype]}", "p_out": f"*{NAMES[dtype]}"}
+    types |= {"gate_scale": "fp32", "scale": "fp32"}
+    return compile_kernel(silu_mul.silu_mul_kernel, types, {"BLOCK": silu_mul.BLOCK, "WORD": silu_mul.WORD})
+
+
 def compile_routing(num_experts: int, top_k: int, num_groups: int, sigmoid: bool):
     types = {"p_logits": "*fp32", "p_bias": "*fp32", "p_ids": "*i32", "p_weights": "*fp32", "scale": "fp32"}
     constants = {
@@ -163,6 +179,9 @@ def main() -> None:
     cases |= {"gated": (compile_gated, 1024, bf16), "gated small": (compile_gated, 256, fp32)}
     cases |= {which: (compile_sampling, which) for which in ("argmax", "merge", "accept")}
     cases |= {f"activation {relu2}": (compile_activation, relu2) for relu2 in (False, True)}
+    cases |= {"rotary": (compile_rotary, 32, 8, 128, 64, bf16), "rotary half": (compile_rotary, 6, 2, 33, 8, fp32)}
+    cases |= {"silu_mul": (compile_silu_mul, bf16, bf16), "silu_mul of a scan": (compile_silu_mul, bf16, fp32)}
+
     cases |= {
         "routing nano": (compile_routing, 128, 6, 1, True),
         "routing super": (compile_routing, 512, 22, 1, True),

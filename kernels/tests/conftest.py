@@ -23,8 +23,10 @@ KERNEL_MODULES = (
     "precopy_mamba_align",
     "preprocess_mamba_align",
     "rms_norm",
+    "rotary",
     "sampling",
     "scatter_rows",
+    "silu_mul",
 )
 
 IMPORTED_TOO_EARLY = "triton" in sys.modules and os.environ.get(INTERPRET) != "1"

@@ -6,11 +6,19 @@ import torch
 
 from mambalign.kernels.linear import check_linear_invariance
 from mambalign.worker.cpu import keep_freed_memory
+from mambalign.worker.models.bamba import Bamba
+from mambalign.worker.models.falcon_h1 import FalconH1
+from mambalign.worker.models.granite_hybrid import GraniteHybrid
 from mambalign.worker.models.hybrid import HybridConfig, HybridModel
 from mambalign.worker.models.loader import CheckpointError, DummyWeights, Weights, fp8_block_of, read_config
 from mambalign.worker.models.nemotron_h import NemotronH
 
-FAMILIES: dict[str, type[HybridModel]] = {"nemotron_h": NemotronH}  # config.json's model_type -> class
+FAMILIES: dict[str, type[HybridModel]] = {  # config.json's model_type -> class
+    "bamba": Bamba,
+    "falcon_h1": FalconH1,
+    "granitemoehybrid": GraniteHybrid,
+    "nemotron_h": NemotronH,
+}
 
 
 def family_of(path: str | Path) -> tuple[type[HybridModel], HybridConfig]:
