@@ -17,6 +17,7 @@ from mambalign.worker.tests.nemotron_checkpoints import (
     load_oracle,
     write_checkpoint,
 )
+from mambalign.worker.tests.served import check_served
 from mambalign.worker.tests.texts import (
     Memory,
     assert_logits_close,
@@ -116,6 +117,13 @@ def test_bfloat16_runs_and_is_close(folder: Path, oracle) -> None:
     has_experts = "moe" in model.config.layers  # where a rounded score decides, a token goes to other experts
     assert is_close.float().mean() >= (0.8 if has_experts else 1.0)
     check_random_schedule(model, "SD", seed=1, lengths=[5, 40, 61])
+
+
+@pytest.mark.parametrize("name", ["experts", "latent"])
+@pytest.mark.parametrize("spec_method", ["mtp", "ngram"])
+def test_experts_are_served(name: str, spec_method: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / name, **SMALL[name])
+    check_served(folder, load_oracle(folder), spec_method)
 
 
 @torch.inference_mode()
