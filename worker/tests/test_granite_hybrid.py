@@ -105,6 +105,7 @@ def test_published_models_have_their_numbers_of_parameters() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
+        ({"layer_types": ["attention"] * 40}, "no layer of mamba among 40"),
         ({"layer_types": ["rwkv"]}, "unknown layer kind.*rwkv"),
         ({"residual_multiplier": 0.0}, "residual_multiplier = 0.0"),
         ({"num_local_experts": 4, "num_experts_per_tok": 5}, "5 experts a token of 4"),
