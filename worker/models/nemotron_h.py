@@ -36,6 +36,7 @@ OLD_NAMES = {  # fields of earlier configurations, under the names that they hav
     "mamba_d_conv": "conv_kernel",
     "mamba_dt_min": "time_step_min",
     "mamba_n_groups": "n_groups",
+    "norm_eps": "layer_norm_epsilon",
     "num_local_experts": "n_routed_experts",
 }
 
