@@ -1,4 +1,4 @@
-"""Granite 4 hybrid: Mamba-2 and attention layers, each followed by a gated MLP; four multipliers.
+"""Granite 4 hybrid: Mamba-2 and attention layers, each followed by a gated MLP, maybe with experts; four multipliers.
 
 Names, shapes and formulas follow transformers' `GraniteMoeHybridForCausalLM`. Published checkpoints say "mamba" and
 "attention" where newer configs say "linear_attention" and "full_attention", and have no positions ("nope") or rotary.
@@ -7,10 +7,12 @@ Names, shapes and formulas follow transformers' `GraniteMoeHybridForCausalLM`. P
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from mambalign.kernels.expert_routing import Routing
 from mambalign.worker.models.gated_mlp import GatedMLP
 from mambalign.worker.models.layers import Attention, Mamba2Mixer
 from mambalign.worker.models.loader import CheckpointError, Weights
 from mambalign.worker.models.mamba2_decoder import ATTENTION, MAMBA, Mamba2Decoder, Mamba2DecoderConfig
+from mambalign.worker.models.moe import Experts, MoE, Router, take_stacked_experts
 from mambalign.worker.models.rotary import Rotary, RotaryConfig
 
 LAYER_OF_NAME = {"mamba": MAMBA, "linear_attention": MAMBA, "attention": ATTENTION, "full_attention": ATTENTION}
@@ -35,6 +37,12 @@ class GraniteHybridConfig(Mamba2DecoderConfig):
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
 
+    def routing(self) -> Routing | None:
+        """How tokens choose experts, if there are any. Raises ValueError for numbers that do not fit together."""
+        if not self.num_local_experts:
+            return None
+        return Routing(self.num_local_experts, self.num_experts_per_tok, sigmoid=False, normalised=True)
+
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "GraniteHybridConfig":
         """Read a published config.json. Raises CheckpointError for what cannot be served, naming the field."""
@@ -48,8 +56,10 @@ class GraniteHybridConfig(Mamba2DecoderConfig):
         # this family's default is as many key heads as query heads
         heads = {"num_key_value_heads": config.get("num_key_value_heads") or config.get("num_attention_heads", 32)}
         parsed = cls.read(config | heads, [LAYER_OF_NAME[name] for name in names])
-        if parsed.num_local_experts:
-            raise CheckpointError("config.json: num_local_experts: mixture-of-experts layers are not served yet")
+        try:
+            parsed.routing()
+        except ValueError as error:
+            raise CheckpointError(f"config.json: {error}") from error
         if config.get("position_embedding_type") == "rope":
             parsed = replace(
                 parsed, rotary=RotaryConfig.from_json(config, parsed.head_dim, parsed.max_position_embeddings)
@@ -84,11 +94,14 @@ class GraniteHybrid(Mamba2Decoder):
         )
 
     def mlp(self, weights: Weights, name: str):
-        config, name = self.config, f"{name}.shared_mlp"
-        return GatedMLP(
-            weights,
-            f"{name}.input_linear",
-            f"{name}.output_linear",
-            config.hidden_size,
-            config.shared_intermediate_size,
-        )
+        config, hidden = self.config, self.config.hidden_size
+        gate_up, down = f"{name}.shared_mlp.input_linear", f"{name}.shared_mlp.output_linear"
+        shared = GatedMLP(weights, gate_up, down, hidden, config.shared_intermediate_size)
+        routing = config.routing()
+        if routing is None:
+            return shared
+        name, count, inner = f"{name}.block_sparse_moe", config.num_local_experts, config.intermediate_size
+        router = Router(weights, f"{name}.router.layer.weight", hidden, routing)
+        up = take_stacked_experts(weights, f"{name}.input_linear.weight", count, 2 * inner, hidden)
+        down = take_stacked_experts(weights, f"{name}.output_linear.weight", count, hidden, inner)
+        return MoE(router, Experts(up, down, None, gated=True), shared)

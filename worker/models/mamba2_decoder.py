@@ -81,6 +81,11 @@ class Mamba2DecoderConfig:
             raise CheckpointError(
                 f"config.json: mamba_n_heads {parsed.mamba_n_heads} x mamba_d_head {parsed.mamba_d_head} is not {width}"
             )
+        for missing, other in ((MAMBA, ATTENTION), (ATTENTION, MAMBA)):
+            if all(kind == other for kind in parsed.layers):
+                raise CheckpointError(
+                    f"config.json: no layer of {missing} among {len(layers)}; hybrid models are served"
+                )
         for name in cls.MULTIPLIERS:
             value = getattr(parsed, name)
             if not all(each > 0 for each in (value if isinstance(value, tuple) else (value,))):

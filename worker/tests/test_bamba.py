@@ -70,6 +70,7 @@ def test_the_published_model_has_its_number_of_parameters() -> None:
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"time_step_limit": [0.01, 0.1]}, "time_step_limit"),
         ({"attn_layer_indices": [40]}, "attn_layer_indices"),
+        ({"attn_layer_indices": []}, "no layer of attention among 32"),
         ({"mamba_n_heads": 5}, "mamba_n_heads"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
         ({"hidden_size": None}, "hidden_size"),

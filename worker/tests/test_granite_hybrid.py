@@ -28,6 +28,11 @@ SMALL = {
                          "original_max_position_embeddings": 32},
         num_local_experts=0, **MULTIPLIERS,
     ),
+    "experts": dict(
+        vocab_size=97, hidden_size=60, shared_intermediate_size=51, layer_types=[MAMBA, ATTENTION],
+        num_attention_heads=6, num_key_value_heads=2, mamba_n_heads=6, mamba_n_groups=3, mamba_d_state=12,
+        intermediate_size=26, num_local_experts=7, num_experts_per_tok=3, **MULTIPLIERS,
+    ),
 }  # fmt: skip
 LAYERS = ["mamba"] * 5 + ["attention"] + (["mamba"] * 9 + ["attention"]) * 3 + ["mamba"] * 4
 H_MICRO = dict(  # ibm-granite/granite-4.0-h-micro
@@ -38,6 +43,15 @@ H_MICRO = dict(  # ibm-granite/granite-4.0-h-micro
     residual_multiplier=0.22, attention_multiplier=0.015625, logits_scaling=8, position_embedding_type="nope",
     max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=10000, rope_scaling=None, tie_word_embeddings=True,
     hidden_act="silu", attention_bias=False, eos_token_id=100257,
+)  # fmt: skip
+
+H_TINY = H_MICRO | dict(  # ibm-granite/granite-4.0-h-tiny, its shapes
+    hidden_size=1536, shared_intermediate_size=1024, intermediate_size=512, num_attention_heads=12,
+    num_key_value_heads=4, mamba_n_heads=48, num_local_experts=64, num_experts_per_tok=6,
+)  # fmt: skip
+H_SMALL = H_MICRO | dict(  # ibm-granite/granite-4.0-h-small, its shapes
+    hidden_size=4096, shared_intermediate_size=1536, intermediate_size=768, mamba_n_heads=128, num_local_experts=72,
+    num_experts_per_tok=10,
 )  # fmt: skip
 
 
@@ -56,7 +70,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> GraniteMoeHybridForCausalLM:
-    return GraniteMoeHybridForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return GraniteMoeHybridForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        experts_implementation="eager",  # the grouped one wants even sizes
+    ).eval()
 
 
 def test_alone(folder: Path, oracle: GraniteMoeHybridForCausalLM) -> None:
@@ -78,15 +96,19 @@ def test_published_layer_names_are_the_newer_ones(folder: Path) -> None:
     assert GraniteHybrid.Config.from_json(as_published) == GraniteHybrid.Config.from_json(config)
 
 
-def test_the_published_model_has_its_number_of_parameters() -> None:
+def test_published_models_have_their_numbers_of_parameters() -> None:
     assert count_parameters(H_MICRO) == pytest.approx(3.19e9, rel=0.001)
+    assert count_parameters(H_TINY) == pytest.approx(6.94e9, rel=0.001)
+    assert count_parameters(H_SMALL) == pytest.approx(32.2e9, rel=0.001)
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
+        ({"layer_types": ["attention"] * 40}, "no layer of mamba among 40"),
         ({"layer_types": ["rwkv"]}, "unknown layer kind.*rwkv"),
         ({"residual_multiplier": 0.0}, "residual_multiplier = 0.0"),
+        ({"num_local_experts": 4, "num_experts_per_tok": 5}, "5 experts a token of 4"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ],
 )

@@ -81,7 +81,7 @@ def test_a_head_that_the_checkpoint_lacks_is_none(small: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"model_type": "llama"}, "'llama' model; families served: nemotron_h"),
+        ({"model_type": "llama"}, "'llama' model; families served: .*nemotron_h"),
         ({"layers_block_type": ["moe"], "moe_intermediate_size": 0}, "layers of experts and no moe_intermediate_size"),
         ({"layers_block_type": ["moe"], "num_experts_per_tok": 9}, "9 experts a token of 8"),
         ({"layers_block_type": ["rwkv"]}, "unknown layer kind.*rwkv"),
