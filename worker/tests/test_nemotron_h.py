@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import mambalign.engine
+from mambalign.engine import LLM, SamplingParams
 from mambalign.kernels.tolerances import tolerance
 from mambalign.worker.models.nemotron_h import NemotronH
 from mambalign.worker.models.registry import load_model
@@ -124,6 +125,18 @@ def test_bfloat16_runs_and_is_close(folder: Path, oracle) -> None:
 def test_experts_are_served(name: str, spec_method: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / name, **SMALL[name])
     check_served(folder, load_oracle(folder), spec_method)
+
+
+def test_a_vocabulary_larger_than_the_tokenizer(tmp_path: Path) -> None:
+    """Ids that the tokenizer does not know become no text."""
+    known = 4096
+    folder = write_checkpoint(tmp_path / "large", **SMALL["odd"] | {"vocab_size": 2 * known})
+    llm = LLM(str(folder), device="cpu", spec_tokens=1, cache_memory=64 << 20)
+    params = SamplingParams(max_tokens=30, temperature=5.0, seed=1, ignore_eos=True)
+    (output,) = llm.generate([[5, 6, 7]], params)[0].outputs
+    seen = [token for token in output.token_ids if token < known]
+    assert 0 < len(seen) < len(output.token_ids) == 30
+    assert output.text == llm.core.tokenizer.decode(seen)
 
 
 @torch.inference_mode()
