@@ -197,7 +197,7 @@ def combine_experts_reference(
     y [T * k, D]; weights fp32 [T, k]; shared [T, D]; gate [T, 1], whose sigmoid scales `shared`. Returns [T, D] in the
     dtype of y, rounded once.
     """
-    y = y.view(*weights.shape, -1)
+    y = y.view(*weights.shape, y.shape[1])
     total = weights[:, :1] * y[:, 0]
     for i in range(1, weights.shape[1]):
         total += weights[:, i : i + 1] * y[:, i]

@@ -7,6 +7,7 @@ left over is gathered and reported together, by name, when the model is complete
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,6 +15,8 @@ from tqdm import tqdm
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+SCALE_SUFFIX = "_scale_inv"  # after the name of an fp8 weight: what each of its blocks is multiplied by
+QUANTIZED_FILE = "hf_quant_config.json"  # of checkpoints whose config.json does not say that they are quantised
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -65,10 +68,18 @@ class Weights:
     """The tensors of one checkpoint folder, each taken at most once.
 
     dtype: what `take` and `take_linear` convert to; vectors of norms and states are asked for in fp32.
+    fp8_block: rows and columns that share a scale in fp8 weights, which become plain ones as they are read.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device | str, show_progress: bool = True):
-        self.folder, self.dtype, self.device = folder, dtype, device
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        show_progress: bool = True,
+        fp8_block: tuple[int, int] | None = None,
+    ):
+        self.folder, self.dtype, self.device, self.fp8_block = folder, dtype, device, fp8_block
         self._file_of = _weight_files(folder)
         self._open_files: dict[str, safe_open] = {}
         self._left = set(self._file_of)
@@ -96,12 +107,15 @@ class Weights:
         if name not in self._file_of:
             self._missing.append(name)
             return torch.zeros(shape, dtype=dtype, device=self.device)
-        tensor = self._file(self._file_of[name]).get_tensor(name)
-        self._progress.update()
+        tensor = self._read(name)
         if tuple(tensor.shape) != shape:
             self._misshaped.append(f"{name}: {list(tensor.shape)} in the file, {list(shape)} by config.json")
             return torch.zeros(shape, dtype=dtype, device=self.device)
-        return tensor.to(self.device, dtype)
+        tensor = tensor.to(self.device)
+        if self.fp8_block is not None and name + SCALE_SUFFIX in self._file_of:
+            self._left.discard(name + SCALE_SUFFIX)
+            tensor = dequantize(tensor, self._read(name + SCALE_SUFFIX).to(self.device), self.fp8_block)
+        return tensor.to(dtype)
 
     def take_linear(self, name: str, out_features: int, in_features: int) -> torch.Tensor:
         """The weight of a linear layer, published as [out, in], laid out K-major: [in, out], contiguous."""
@@ -115,6 +129,10 @@ class Weights:
         texts = [f"{len(names)} {kind}: {_some(names)}" for kind, names in faults.items() if names]
         if texts:
             raise CheckpointError(f"weights of {self.folder} do not fit its config.json; " + "; ".join(texts))
+
+    def _read(self, name: str) -> torch.Tensor:
+        self._progress.update()
+        return self._file(self._file_of[name]).get_tensor(name)
 
     def _file(self, name: str):
         if name not in self._open_files:
@@ -133,6 +151,34 @@ def read_config(folder: Path) -> dict:
         return json.loads(path.read_text())
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+
+
+def fp8_block_of(config: dict[str, Any], folder: Path) -> tuple[int, int] | None:
+    """Rows and columns that share a scale, or None for a checkpoint that is not quantised.
+
+    config: its config.json. Raises CheckpointError for every other quantisation, naming it.
+    """
+    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if not found and (folder / QUANTIZED_FILE).is_file():
+        found = json.loads((folder / QUANTIZED_FILE).read_text()).get("quantization")
+    if not found:
+        return None
+    block = found.get("weight_block_size")
+    if found.get("quant_method") == "fp8" and block and found.get("fmt", "e4m3") == "e4m3":
+        rows, columns = block
+        return rows, columns
+    named = [str(found[key]) for key in ("quant_method", "quant_algo", "format", "fmt", "bits") if found.get(key)]
+    raise CheckpointError(
+        f"{folder} is quantised ({', '.join(named) or 'in an unknown way'}); served: weights that are not, and fp8 "
+        f"(e4m3) with a weight_block_size, which become plain ones as they are read"
+    )
+
+
+def dequantize(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """weight [.., N, K] times the scale of each block, [.., ceil(N / rows), ceil(K / columns)]. Returns fp32."""
+    rows, columns = weight.shape[-2:]
+    each = scale.float().repeat_interleave(block[0], -2)[..., :rows, :]
+    return weight.float().mul_(each.repeat_interleave(block[1], -1)[..., :columns])
 
 
 def _weight_files(folder: Path) -> dict[str, str]:

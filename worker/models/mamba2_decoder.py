@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from mambalign.worker.models.gated_mlp import GatedMLP
 from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.layers import ForwardContext, RMSNorm
 from mambalign.worker.models.loader import CheckpointError, Weights
@@ -81,6 +82,11 @@ class Mamba2DecoderConfig:
             raise CheckpointError(
                 f"config.json: mamba_n_heads {parsed.mamba_n_heads} x mamba_d_head {parsed.mamba_d_head} is not {width}"
             )
+        for missing, other in ((MAMBA, ATTENTION), (ATTENTION, MAMBA)):
+            if all(kind == other for kind in parsed.layers):
+                raise CheckpointError(
+                    f"config.json: no layer of {missing} among {len(layers)}; hybrid models are served"
+                )
         for name in cls.MULTIPLIERS:
             value = getattr(parsed, name)
             if not all(each > 0 for each in (value if isinstance(value, tuple) else (value,))):
@@ -195,6 +201,20 @@ class Mamba2Decoder(HybridModel):
     def mlp(self, weights: Weights, name: str):
         """The MLP of the layer `name`."""
         raise NotImplementedError
+
+    def feed_forward(self, weights: Weights, name: str, gate_scale: float = 1.0, scale: float = 1.0) -> GatedMLP:
+        """The gated MLP that Bamba and Falcon-H1 have after each mixer."""
+        config, name = self.config, f"{name}.feed_forward"
+        return GatedMLP(
+            weights,
+            [f"{name}.gate_proj", f"{name}.up_proj"],
+            f"{name}.down_proj",
+            config.hidden_size,
+            config.intermediate_size,
+            config.mlp_bias,
+            gate_scale,
+            scale,
+        )
 
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return run_blocks(self.blocks, self.final_norm, x, context)

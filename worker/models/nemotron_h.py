@@ -16,6 +16,7 @@ from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.layers import MLP, Attention, ForwardContext, Linear, Mamba2Mixer, RMSNorm
 from mambalign.worker.models.loader import CheckpointError, Weights
 from mambalign.worker.models.moe import Experts, MoE, Router, stack_experts
+from mambalign.worker.models.residual import ResidualBlock, run_blocks
 from mambalign.worker.state_cache import AttentionSpec, StateSpec
 
 MAMBA, ATTENTION, MLP_LAYER, MOE = "mamba", "attention", "mlp", "moe"
@@ -36,6 +37,7 @@ OLD_NAMES = {  # fields of earlier configurations, under the names that they hav
     "mamba_d_conv": "conv_kernel",
     "mamba_dt_min": "time_step_min",
     "mamba_n_groups": "n_groups",
+    "norm_eps": "layer_norm_epsilon",
     "num_local_experts": "n_routed_experts",
 }
 
@@ -178,26 +180,6 @@ def _layers(config: dict[str, Any], pattern_field: str, list_field: str) -> tupl
     return tuple(kinds[kind] for kind in given)
 
 
-class Block:
-    """x + mixer(norm(x))."""
-
-    def __init__(self, config: NemotronHConfig, weights: Weights, name: str, mixer):
-        self.norm = RMSNorm(weights, f"{name}.norm", config.hidden_size, config.layer_norm_epsilon)
-        self.mixer = mixer
-
-    def linears(self) -> list[Linear]:
-        return self.mixer.linears()
-
-
-def run_blocks(blocks: list[Block], final_norm: RMSNorm, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-    """Blocks one after the other, then the final norm. Each sum is taken with the norm that follows it."""
-    normed, residual = blocks[0].norm(x), x
-    next_norms = [*(block.norm for block in blocks[1:]), final_norm]
-    for block, norm in zip(blocks, next_norms, strict=True):
-        normed, residual = norm.of_sum(block.mixer(normed, context), residual)
-    return normed
-
-
 class NemotronHMtpHead:
     """Multi-token prediction: from the hidden state of position p-1 and token p, the hidden state that predicts p+1.
 
@@ -246,7 +228,7 @@ class NemotronH(HybridModel):
 
 def _blocks(
     config: NemotronHConfig, weights: Weights, prefix: str, kinds: tuple[str, ...], first_kv_index: int
-) -> list[Block]:
+) -> list[ResidualBlock]:
     blocks = []
     for i, kind in enumerate(kinds):
         name = f"{prefix}.{i}"
@@ -258,7 +240,8 @@ def _blocks(
             mixer = _mixture(config, weights, f"{name}.mixer")
         else:
             mixer = MLP(config, weights, f"{name}.mixer")
-        blocks.append(Block(config, weights, name, mixer))
+        norm = RMSNorm(weights, f"{name}.norm", config.hidden_size, config.layer_norm_epsilon)
+        blocks.append(ResidualBlock(norm, mixer))
     return blocks
 
 

@@ -10,7 +10,7 @@ from mambalign.worker.models.bamba import Bamba
 from mambalign.worker.models.falcon_h1 import FalconH1
 from mambalign.worker.models.granite_hybrid import GraniteHybrid
 from mambalign.worker.models.hybrid import HybridConfig, HybridModel
-from mambalign.worker.models.loader import CheckpointError, DummyWeights, Weights, read_config
+from mambalign.worker.models.loader import CheckpointError, DummyWeights, Weights, fp8_block_of, read_config
 from mambalign.worker.models.nemotron_h import NemotronH
 from mambalign.worker.models.qwen3_5 import Qwen35, Qwen35Moe
 from mambalign.worker.models.qwen3_next import Qwen3Next
@@ -40,6 +40,7 @@ def family_of(path: str | Path) -> tuple[type[HybridModel], HybridConfig]:
         raise CheckpointError(
             f"{folder} is a {config.get('model_type')!r} model; families served: {', '.join(sorted(FAMILIES))}"
         )
+    fp8_block_of(config, folder)
     return family, family.Config.from_json(config)
 
 
@@ -62,7 +63,8 @@ def load_model(
     if load_format == "dummy":
         weights = DummyWeights(dtype, device, parsed.tie_word_embeddings)
     else:
-        weights = Weights(Path(path), dtype, device, show_progress)
+        fp8_block = fp8_block_of(read_config(Path(path)), Path(path))
+        weights = Weights(Path(path), dtype, device, show_progress, fp8_block)
     model = family(parsed, weights)
     weights.finish()
     check_linear_invariance(model.linear_weights())

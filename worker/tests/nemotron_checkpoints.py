@@ -1,11 +1,15 @@
 """Small random Nemotron-H checkpoints, written by transformers, with an MTP head beside the target."""
 
+import shutil
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
+import mambalign.engine
+
+DEFAULT_MODEL = Path(mambalign.engine.__file__).parent / "default_model"
 HEAD_FOLDER = "head"  # in the checkpoint's: the head's layers, as a model that transformers can run
 
 # Odd sizes on purpose: groups that are no power of two, head dims that fill no vector, a vocabulary that fills no tile.
@@ -42,14 +46,14 @@ EXPERTS = {
 SMALL = DENSE | EXPERTS
 
 
-def write_checkpoint(folder: Path, pattern: str, head_pattern: str = "*-", max_shard: str = "5GB", **sizes) -> Path:
+def write_checkpoint(folder: Path, pattern: str, head_pattern: str = "*-", **sizes) -> Path:
     """Write the target and its head into `folder`. The head's weights are named as published: mtp.layers.*."""
     torch.manual_seed(len(pattern) + sizes["hidden_size"])
     config = NemotronHConfig(
         hybrid_override_pattern=pattern, num_nextn_predict_layers=1, mtp_hybrid_override_pattern=head_pattern,
         initializer_range=0.2, time_step_min=1e-6, **sizes,
     )  # fmt: skip
-    _random_model(config).save_pretrained(folder, max_shard_size=max_shard)
+    _random_model(config).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     if config.tie_word_embeddings:
         del weights["lm_head.weight"]
@@ -64,6 +68,8 @@ def write_checkpoint(folder: Path, pattern: str, head_pattern: str = "*-", max_s
     for name, shape in {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden)}.items():
         weights[f"mtp.layers.0.{name}.weight"] = torch.randn(shape)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for file in DEFAULT_MODEL.glob("tokenizer*.json"):  # a larger vocabulary than the model's
+        shutil.copy(file, folder)
     return folder
 
 

@@ -16,7 +16,7 @@ SMALL = {
     "odd": dict(
         vocab_size=97, hidden_size=72, intermediate_size=51, num_hidden_layers=3, num_attention_heads=6,
         num_key_value_heads=2, attn_layer_indices=[1], mamba_n_heads=6, mamba_n_groups=3, mamba_d_state=12,
-        attention_bias=True, mlp_bias=True, mamba_proj_bias=True,
+        attention_bias=True, mlp_bias=True, mamba_proj_bias=True, rms_norm_eps=0.05,
     ),
     "tied": dict(
         vocab_size=130, hidden_size=80, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
@@ -70,6 +70,7 @@ def test_the_published_model_has_its_number_of_parameters() -> None:
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"time_step_limit": [0.01, 0.1]}, "time_step_limit"),
         ({"attn_layer_indices": [40]}, "attn_layer_indices"),
+        ({"attn_layer_indices": []}, "no layer of attention among 32"),
         ({"mamba_n_heads": 5}, "mamba_n_heads"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
         ({"hidden_size": None}, "hidden_size"),

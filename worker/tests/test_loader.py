@@ -81,7 +81,7 @@ def test_a_head_that_the_checkpoint_lacks_is_none(small: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"model_type": "llama"}, "'llama' model; families served: nemotron_h"),
+        ({"model_type": "llama"}, "'llama' model; families served: .*nemotron_h"),
         ({"layers_block_type": ["moe"], "moe_intermediate_size": 0}, "layers of experts and no moe_intermediate_size"),
         ({"layers_block_type": ["moe"], "num_experts_per_tok": 9}, "9 experts a token of 8"),
         ({"layers_block_type": ["rwkv"]}, "unknown layer kind.*rwkv"),
@@ -101,3 +101,62 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         load(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
         load(tmp_path)
+
+
+def quantized(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [N, K] in fp8, and its blocks' scales, written as a loop."""
+    rows, columns = (-(-size // each) for size, each in zip(weight.shape, block, strict=True))
+    scale, values = torch.empty(rows, columns), torch.empty_like(weight)
+    for i in range(rows):
+        for j in range(columns):
+            part = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+            scale[i, j] = weight[part].abs().max() / 448
+            values[part] = weight[part] / scale[i, j]
+    return values.to(torch.float8_e4m3fn), scale
+
+
+def test_fp8_weights_with_block_scales_become_plain_ones(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", **SMALL["experts"])
+    block = (16, 32)
+    plain = load_file(folder / "model.safetensors")
+    packed = {}
+    for name, weight in plain.items():
+        if "mixer" in name and name.endswith(("proj.weight", "proj")) and weight.ndim == 2:
+            values, scale = quantized(weight, block)
+            packed |= {name: values, f"{name}_scale_inv": scale}
+            each = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+            plain[name] = values.float() * each[: weight.shape[0], : weight.shape[1]]
+        else:
+            packed[name] = weight
+    assert any(".experts.0.up_proj.weight_scale_inv" in name for name in packed)
+    save_file(plain, folder / "model.safetensors")
+    whole = run_whole(load(folder), list(range(3, 20)))
+    save_file(packed, folder / "model.safetensors")
+    edit_config(folder, quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)})
+    assert torch.equal(run_whole(load(folder), list(range(3, 20))), whole)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "text"),
+    [
+        ({"quant_method": "fp8"}, r"quantised \(fp8\)"),
+        ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fp8, e5m2"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt, NVFP4"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq, 4"),
+        ({"quant_method": "awq", "bits": 4}, "awq, 4"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+    ],
+)
+def test_other_quantised_checkpoints_are_refused_by_name(small: Path, quantization: dict, text: str) -> None:
+    edit_config(small, quantization_config=quantization)
+    with pytest.raises(CheckpointError, match=text):
+        load(small)
+    edit_config(small, quantization_config=None, text_config={"quantization_config": quantization})
+    with pytest.raises(CheckpointError, match=text):
+        load(small)
+
+
+def test_a_quantised_checkpoint_that_says_so_in_a_file_of_its_own(small: Path) -> None:
+    (small / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(CheckpointError, match=r"quantised \(FP8\)"):
+        load(small)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import mambalign.engine
+from mambalign.engine import LLM, SamplingParams
 from mambalign.kernels.tolerances import tolerance
 from mambalign.worker.models.nemotron_h import NemotronH
 from mambalign.worker.models.registry import load_model
@@ -17,6 +18,7 @@ from mambalign.worker.tests.nemotron_checkpoints import (
     load_oracle,
     write_checkpoint,
 )
+from mambalign.worker.tests.served import check_served
 from mambalign.worker.tests.texts import (
     Memory,
     assert_logits_close,
@@ -116,6 +118,25 @@ def test_bfloat16_runs_and_is_close(folder: Path, oracle) -> None:
     has_experts = "moe" in model.config.layers  # where a rounded score decides, a token goes to other experts
     assert is_close.float().mean() >= (0.8 if has_experts else 1.0)
     check_random_schedule(model, "SD", seed=1, lengths=[5, 40, 61])
+
+
+@pytest.mark.parametrize("name", ["experts", "latent"])
+@pytest.mark.parametrize("spec_method", ["mtp", "ngram"])
+def test_experts_are_served(name: str, spec_method: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / name, **SMALL[name])
+    check_served(folder, load_oracle(folder), spec_method)
+
+
+def test_a_vocabulary_larger_than_the_tokenizer(tmp_path: Path) -> None:
+    """Ids that the tokenizer does not know become no text."""
+    known = 4096
+    folder = write_checkpoint(tmp_path / "large", **SMALL["odd"] | {"vocab_size": 2 * known})
+    llm = LLM(str(folder), device="cpu", spec_tokens=1, cache_memory=64 << 20)
+    params = SamplingParams(max_tokens=30, temperature=5.0, seed=1, ignore_eos=True)
+    (output,) = llm.generate([[5, 6, 7]], params)[0].outputs
+    seen = [token for token in output.token_ids if token < known]
+    assert 0 < len(seen) < len(output.token_ids) == 30
+    assert output.text == llm.core.tokenizer.decode(seen)
 
 
 @torch.inference_mode()

@@ -34,13 +34,13 @@ class Text:
 
 
 class Memory:
-    """A poisoned cache and its free blocks."""
+    """A poisoned cache, on the model's device, and its free blocks."""
 
     def __init__(self, model: HybridModel, layout: str, temporal_dtype: torch.dtype = torch.float32, seed: int = 0):
         self.cache = StateCache.allocate(
             model.attention_specs(), model.state_specs(temporal_dtype), num_kv_blocks=128, num_mamba_blocks=96,
             kv_block_tokens=KV_BLOCK_TOKENS, mamba_block_tokens=4096, conv_layout=layout,
-            conv_width=model.conv_width, num_spec_tokens=MAX_DRAFTS, fill=float("nan"),
+            conv_width=model.conv_width, num_spec_tokens=MAX_DRAFTS, device=model.embedding.device, fill=float("nan"),
         )  # fmt: skip
         self.free = {"kv": list(range(1, 128)), "state": list(range(1, 96))}
         for blocks in self.free.values():
@@ -71,7 +71,7 @@ def step_batch(memory: Memory, texts: list[Text], inputs: list[list[int]], bound
     width = max(len(text.state_blocks) for text in texts)
     table = [text.state_blocks + [NULL_BLOCK] * (width - len(text.state_blocks)) for text in texts]
     numbers = [[text.num_computed for text in texts], [0] * len(texts), [text.num_accepted for text in texts], table]
-    tensors = (torch.tensor(values, dtype=torch.int32) for values in numbers)
+    tensors = (torch.tensor(values, dtype=torch.int32, device=memory.cache.device) for values in numbers)
     return forward_batch(StepRows(layout, *tensors, layout.token_ids), memory.cache)
 
 
