@@ -76,11 +76,11 @@ def delta_inputs_kernel(
 ):  # fmt: skip
     """[q | k] over their lengths, k . q, and [decay | beta] of a key head's value heads, in fp32, for the scan.
 
-    Grid (key heads, tokens). A program owns a key head of a token and the GROUP value heads that use it: reads q, k,
+    Grid (tokens, key heads). A program owns a key head of a token and the GROUP value heads that use it: reads q, k,
     a_raw, b_raw; writes the three. One binary, so one order of addition.
     """
     HEADS: tl.constexpr = KEY_HEADS * GROUP
-    i_key, i_token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_token, i_key = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_k, o_g = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_G)
     at = i_token * Q_STRIDE + i_key * K_DIM + o_k
     b_q = tl.load(p_q + at, mask=o_k < K_DIM, other=0.0).to(tl.float32)
@@ -254,7 +254,7 @@ def gated_delta_rule_varlen_triton(
     kq = torch.empty(num_tokens, key_heads, dtype=fp32, device=v.device)
     gates = torch.empty(num_tokens, 2, num_heads, dtype=fp32, device=v.device)
     qk = torch.empty(num_tokens, key_heads, 2, k_dim, dtype=fp32, device=v.device)
-    delta_inputs_kernel[key_heads, num_tokens](
+    delta_inputs_kernel[num_tokens, key_heads](
         q, k, a_raw, b_raw, A, dt_bias, kq, gates, qk,
         q.stride(0), a_raw.stride(0), key_heads, group, k_dim, power(group), power(k_dim), NORM_EPS, num_warps=1,
     )  # fmt: skip
@@ -289,3 +289,9 @@ def gated_delta_rule_varlen(
 
         return gated_delta.gated_delta_rule(*arguments)
     return gated_delta_rule_varlen_reference(*arguments)
+
+
+def compile_for(device: torch.device | str) -> None:
+    """Compile what a CPU needs, as a model is loaded: not in a request."""
+    if torch.device(device).type == "cpu":
+        from mambalign.kernels.cpu import gated_delta  # noqa: F401

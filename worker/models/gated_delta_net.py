@@ -3,7 +3,7 @@
 import torch
 
 from mambalign.kernels.causal_conv1d import causal_conv1d_varlen
-from mambalign.kernels.gated_delta_rule import gated_delta_rule_varlen
+from mambalign.kernels.gated_delta_rule import compile_for, gated_delta_rule_varlen
 from mambalign.kernels.rms_norm import rms_norm_then_gate
 from mambalign.worker.models.layers import ForwardContext, Linear
 from mambalign.worker.models.loader import Weights
@@ -29,6 +29,7 @@ class GatedDeltaNet:
         self.dt_bias = weights.take(f"{name}.dt_bias", (self.num_heads,), fp32)
         self.norm_weight = weights.take(f"{name}.norm.weight", (config.linear_value_head_dim,), fp32)
         self.out_proj = Linear(weights, f"{name}.out_proj", width, config.hidden_size)
+        compile_for(weights.device)
 
     def linears(self) -> list[Linear]:
         return [self.in_proj, self.out_proj]

@@ -27,7 +27,7 @@ from mambalign.worker.models.loader import CheckpointError
 from mambalign.worker.models.qwen3_next import Qwen3Next
 from mambalign.worker.models.registry import load_model
 from mambalign.worker.tests.served import DEFAULT_MODEL, check_alone, check_bfloat16, check_served
-from mambalign.worker.tests.texts import Memory, check_head_pieces, random_ids, run, run_whole
+from mambalign.worker.tests.texts import Memory, check_head_pieces, random_ids, run, run_head, run_whole
 
 D, A = "linear_attention", "full_attention"
 VISION = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2)
@@ -239,11 +239,20 @@ def plain_head(folder: Path, model: Qwen3Next, prev_hidden: torch.Tensor, token_
 
 
 @torch.inference_mode()
-def test_the_head_is_the_published_one_in_any_pieces(model, folder: Path) -> None:
-    ours, token_ids = check_head_pieces(model), random_ids(model, 60)
-    theirs = plain_head(folder, model, run_whole(model, token_ids)[:-1], token_ids[1:])
-    torch.testing.assert_close(ours, theirs, **tolerance("kernel", torch.float32))
-    assert torch.equal(model.mtp_logits(ours).argmax(-1), model.compute_logits(theirs).argmax(-1))
+def test_the_head_is_the_published_one_in_any_pieces_and_on_its_own_drafts(model, folder: Path) -> None:
+    hidden, token_ids = check_head_pieces(model), random_ids(model, 60)
+    prev_hidden, memory = run_whole(model, token_ids)[:-1], Memory(model, "SD")
+    text, slots = memory.text(token_ids + [0] * 3), prev_hidden
+    text.num_computed = 1
+    assert torch.equal(run_head(model, memory, text, prev_hidden, token_ids[1:]), hidden)
+    for position in range(60, 63):
+        theirs = plain_head(folder, model, slots, token_ids[1:])
+        torch.testing.assert_close(hidden, theirs[-len(hidden) :], **tolerance("kernel", torch.float32))
+        draft = int(model.mtp_logits(hidden)[-1].argmax())
+        assert draft == int(model.compute_logits(theirs)[-1].argmax())
+        token_ids, slots = [*token_ids, draft], torch.cat([slots, theirs[-1:]])
+        text.num_computed = position
+        hidden = run_head(model, memory, text, hidden[-1:], [draft])
 
 
 def edit_config(folder: Path, **changes) -> None:
