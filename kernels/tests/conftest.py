@@ -29,6 +29,7 @@ KERNEL_MODULES = (
     "scatter_rows",
     "sigmoid_mul",
     "silu_mul",
+    "step_addresses",
 )
 
 IMPORTED_TOO_EARLY = "triton" in sys.modules and os.environ.get(INTERPRET) != "1"
