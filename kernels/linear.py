@@ -101,16 +101,15 @@ def _linear_on_gpu(
     activation: str | None,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    num_rows, shape = x.shape[0], (*weight.shape, weight.dtype)
-    library_rows = 0
-    if out_dtype is None and not torch.cuda.is_current_stream_capturing():  # the check did not try it captured
+    num_rows, shape, relu2 = x.shape[0], (*weight.shape, weight.dtype), activation == "relu2"
+    library_rows = 0  # the kernel squares as it stores; the library was not tried captured
+    if out_dtype is None and not relu2 and not torch.cuda.is_current_stream_capturing():
         library_rows = _library_row_count(num_rows, shape)
     if library_rows:
         out = torch.mm(_pad_rows(x, library_rows), weight)[:num_rows]
         out = out if bias is None else out.add_(bias)
     else:
         tiles = tiles_for(num_rows, *shape, one_family=True) if shape in _run_by_blocks else None
-        relu2 = activation == "relu2"
         out = linear_on_gpu(x, weight, bias, relu2=relu2, out_dtype=out_dtype, tiles=tiles)
         if relu2:
             return out

@@ -104,7 +104,7 @@ def compile_sampling(which: str):
 
 def compile_activation(relu2: bool):
     types = {"p_x": "*bf16", "p_out": "*bf16"}
-    return compile_kernel(activation.activation_kernel, types, {"RELU2": relu2, "BLOCK": activation.BLOCK})
+    return compile_kernel(activation.activation_kernel, types, {"WORD": 16, "RELU2": relu2, "BLOCK": activation.BLOCK})
 
 
 def compile_rotary(num_heads: int, kv_heads: int, head_dim: int, half: int, dtype: torch.dtype):

@@ -28,6 +28,7 @@ KERNEL_MODULES = (
     "sampling",
     "scatter_rows",
     "silu_mul",
+    "step_addresses",
 )
 
 IMPORTED_TOO_EARLY = "triton" in sys.modules and os.environ.get(INTERPRET) != "1"
