@@ -6,7 +6,6 @@ Names, shapes and formulas follow transformers' `BambaForCausalLM`.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mambalign.worker.models.gated_mlp import GatedMLP
 from mambalign.worker.models.layers import Attention, Mamba2Mixer
 from mambalign.worker.models.loader import CheckpointError, Weights
 from mambalign.worker.models.mamba2_decoder import ATTENTION, MAMBA, Mamba2Decoder, Mamba2DecoderConfig
@@ -48,10 +47,4 @@ class Bamba(Mamba2Decoder):
         return Attention(config, weights, f"{name}.self_attn", kv_index, config.attention_bias, self.rotary)
 
     def mlp(self, weights: Weights, name: str):
-        return feed_forward(self.config, weights, name)
-
-
-def feed_forward(config: Mamba2DecoderConfig, weights: Weights, name: str, **scales: float) -> GatedMLP:
-    """The gated MLP `feed_forward` of the layer `name`."""
-    gate_up, down = [f"{name}.feed_forward.{part}_proj" for part in ("gate", "up")], f"{name}.feed_forward.down_proj"
-    return GatedMLP(weights, gate_up, down, config.hidden_size, config.intermediate_size, config.mlp_bias, **scales)
+        return self.feed_forward(weights, name)

@@ -15,7 +15,6 @@ import torch
 
 from mambalign.kernels.rms_norm import rms_norm, rms_norm_gated
 from mambalign.kernels.silu_mul import silu_mul
-from mambalign.worker.models.bamba import feed_forward
 from mambalign.worker.models.layers import Attention, ForwardContext, Linear, Mamba2Mixer
 from mambalign.worker.models.loader import CheckpointError, Weights
 from mambalign.worker.models.mamba2_decoder import PARALLEL, Mamba2Decoder, Mamba2DecoderConfig
@@ -140,7 +139,7 @@ class FalconH1(Mamba2Decoder):
     def mlp(self, weights: Weights, name: str):
         gate, out = self.config.mlp_multipliers
         scale = out / self.config.stream_divisor
-        mlp = feed_forward(self.config, weights, name, gate_scale=gate, scale=scale)
+        mlp = self.feed_forward(weights, name, gate_scale=gate, scale=scale)
         if mlp.down_proj.bias is not None:
             mlp.down_proj.bias = mlp.down_proj.bias * scale
         return mlp

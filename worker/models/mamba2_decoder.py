@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from mambalign.worker.models.gated_mlp import GatedMLP
 from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.layers import ForwardContext, RMSNorm
 from mambalign.worker.models.loader import CheckpointError, Weights
@@ -200,6 +201,20 @@ class Mamba2Decoder(HybridModel):
     def mlp(self, weights: Weights, name: str):
         """The MLP of the layer `name`."""
         raise NotImplementedError
+
+    def feed_forward(self, weights: Weights, name: str, gate_scale: float = 1.0, scale: float = 1.0) -> GatedMLP:
+        """The gated MLP that Bamba and Falcon-H1 have after each mixer."""
+        config, name = self.config, f"{name}.feed_forward"
+        return GatedMLP(
+            weights,
+            [f"{name}.gate_proj", f"{name}.up_proj"],
+            f"{name}.down_proj",
+            config.hidden_size,
+            config.intermediate_size,
+            config.mlp_bias,
+            gate_scale,
+            scale,
+        )
 
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return run_blocks(self.blocks, self.final_norm, x, context)

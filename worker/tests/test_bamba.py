@@ -16,7 +16,7 @@ SMALL = {
     "odd": dict(
         vocab_size=97, hidden_size=72, intermediate_size=51, num_hidden_layers=3, num_attention_heads=6,
         num_key_value_heads=2, attn_layer_indices=[1], mamba_n_heads=6, mamba_n_groups=3, mamba_d_state=12,
-        attention_bias=True, mlp_bias=True, mamba_proj_bias=True,
+        attention_bias=True, mlp_bias=True, mamba_proj_bias=True, rms_norm_eps=0.05,
     ),
     "tied": dict(
         vocab_size=130, hidden_size=80, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,

@@ -11,11 +11,11 @@ from mambalign.worker.models.loader import CheckpointError
 from mambalign.worker.models.registry import load_model
 from mambalign.worker.tests.served import check_alone, check_bfloat16, check_served, count_parameters, write_checkpoint
 
-# No two multipliers alike, so that one in the wrong place shows.
+# No two multipliers alike, so that one in the wrong place shows; an eps that shows too.
 MULTIPLIERS = dict(
     embedding_multiplier=5.6, lm_head_multiplier=0.39, key_multiplier=0.41, attention_in_multiplier=0.7,
     attention_out_multiplier=0.3, ssm_in_multiplier=1.25, ssm_out_multiplier=0.23,
-    ssm_multipliers=[0.35, 0.25, 0.18, 0.5, 0.31], mlp_multipliers=[0.88, 0.19],
+    ssm_multipliers=[0.35, 0.25, 0.18, 0.5, 0.31], mlp_multipliers=[0.88, 0.19], rms_norm_eps=0.05,
 )  # fmt: skip
 BIASES = dict(attention_bias=True, mlp_bias=True, mamba_proj_bias=True, projectors_bias=True)
 ODD = dict(

@@ -13,7 +13,9 @@ from mambalign.worker.models.registry import load_model
 from mambalign.worker.tests.served import check_alone, check_bfloat16, check_served, count_parameters, write_checkpoint
 
 MAMBA, ATTENTION = "linear_attention", "full_attention"
-MULTIPLIERS = dict(embedding_multiplier=12, residual_multiplier=0.22, attention_multiplier=0.3, logits_scaling=6)
+MULTIPLIERS = dict(
+    embedding_multiplier=12, residual_multiplier=0.22, attention_multiplier=0.3, logits_scaling=6, rms_norm_eps=0.05
+)
 SMALL = {
     "nope": dict(
         vocab_size=97, hidden_size=60, shared_intermediate_size=51, layer_types=[MAMBA, ATTENTION, MAMBA],
