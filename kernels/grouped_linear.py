@@ -1,10 +1,8 @@
-"""Products of tokens with the experts they chose, and the sum of a token's results. A row's bits depend on that row
-and its expert's weight only.
+"""Products of tokens with the experts they chose. A row's bits depend on that row and its expert's weight only.
 
 Formula: y[p] = act(x[token of p] @ w[expert of p]) for each pair p of a token and an expert, in the order that
-`sort_by_expert` gives them; out[t] = sum over i of weight[t, i] * y[t * k + i], best expert first. K is added in its
-order from zero in fp32, whatever the tile; no sum crosses a program. Grids come from upper bounds, so that a captured
-launch serves any choice of experts.
+`sort_by_expert` gives them. K is added in its order from zero in fp32, whatever the tile; no sum crosses a program.
+Grids come from upper bounds, so that a captured launch serves any choice of experts.
 """
 
 import logging
@@ -21,8 +19,8 @@ from mambalign.kernels.linear import hard_inputs, linear
 
 logger = logging.getLogger(__name__)
 
-COMBINE_BLOCK = 1024
 MAX_ROWS_TRIED = 512
+GROUP_M = 8  # row tiles that run beside each other, so that they share rows and weights in the L2 cache
 
 
 class Tiles(NamedTuple):
@@ -39,7 +37,7 @@ _TILES = {
     4: [(16, Tiles(16, 64, 32, 4, 2)), (0, Tiles(64, 64, 32, 4, 2))],
 }
 _one_family: set[tuple[int, int, torch.dtype]] = set()  # [K, N] that the start-up check found wanting
-_proven: set[tuple[int, int, torch.dtype]] = set()
+_proven: set[tuple[int, int, torch.dtype, bool]] = set()  # and whether it is gated
 
 
 def tiles_for(num_pairs: int, num_experts: int, k: int, n: int, dtype: torch.dtype) -> Tiles:
@@ -70,6 +68,7 @@ def grouped_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
     """out[row] = act(x[row] @ w[expert]) for each expert's rows in p_order; a gated one: silu(x @ gate) * (x @ up).
 
@@ -78,7 +77,10 @@ def grouped_linear_kernel(
     in p_order; else x has those and out a row for each pair. Reads x, w [E, K, N] ([E, K, 2 N], gate first, when
     gated); writes out (its dtype is the pointer's); rounds where separate steps would. fp32.
     """
-    i_tile, i_n, o_e = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles, tl.arange(0, BLOCK_E)
+    GROUP: tl.constexpr = GROUP_M * ((N + BLOCK_N - 1) // BLOCK_N)
+    first_tile, i_group = tl.program_id(0) // GROUP * GROUP_M, tl.program_id(0) % GROUP
+    group_tiles = tl.minimum(num_tiles - first_tile, GROUP_M)
+    i_tile, i_n, o_e = first_tile + i_group % group_tiles, i_group // group_tiles, tl.arange(0, BLOCK_E)
     b_begin = tl.load(p_first + o_e, mask=o_e < E, other=0)
     b_tiles = tl.cdiv(tl.load(p_first + o_e + 1, mask=o_e < E, other=0) - b_begin, BLOCK_M)
     b_past = tl.cumsum(b_tiles, axis=0) <= i_tile  # experts whose last tile lies before this one
@@ -125,36 +127,6 @@ def _load(p_tile, is_inside, EVEN: tl.constexpr):
     return tl.load(p_tile) if EVEN else tl.load(p_tile, mask=is_inside, other=0.0)
 
 
-@triton.jit
-def combine_experts_kernel(
-    p_y,
-    p_weights,
-    p_shared,
-    p_gate,
-    p_out,
-    D: tl.constexpr,
-    TOP_K: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """out[t] = sum over i of weights[t, i] * y[t, i], in order, (+ shared[t] (* sigmoid(gate[t]))), rounded once.
-
-    Grid: (tokens, blocks of BLOCK columns); a program owns one block. Reads y, weights, shared, gate; writes out. fp32.
-    """
-    i_t, o_d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    b_sum = tl.zeros((BLOCK,), tl.float32)
-    for i in range(TOP_K):
-        b_y = tl.load(p_y + (i_t * TOP_K + i) * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
-        b_sum += tl.load(p_weights + i_t * TOP_K + i) * b_y
-    if HAS_SHARED:
-        b_shared = tl.load(p_shared + i_t * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
-        if HAS_GATE:
-            b_shared *= 1.0 / (1.0 + tl.exp(-tl.load(p_gate + i_t).to(tl.float32)))
-        b_sum += b_shared
-    tl.store(p_out + i_t * D + o_d, b_sum.to(p_out.dtype.element_ty), mask=o_d < D)
-
-
 def grouped_linear_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -189,24 +161,6 @@ def grouped_linear_reference(
     return out
 
 
-def combine_experts_reference(
-    y: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None, gate: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The weighted sum of each token's results, best expert first, and what the shared experts add.
-
-    y [T * k, D]; weights fp32 [T, k]; shared [T, D]; gate [T, 1], whose sigmoid scales `shared`. Returns [T, D] in the
-    dtype of y, rounded once.
-    """
-    y = y.view(*weights.shape, y.shape[1])
-    total = weights[:, :1] * y[:, 0]
-    for i in range(1, weights.shape[1]):
-        total += weights[:, i : i + 1] * y[:, i]
-    if shared is not None:
-        shared = shared.float()
-        total += shared if gate is None else shared * torch.div(1.0, gate.float().neg().exp_().add_(1.0))
-    return total.to(y.dtype)
-
-
 def grouped_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -220,14 +174,6 @@ def grouped_linear(
     """`grouped_linear_reference`; on a GPU in one launch without synchronisation."""
     function = grouped_linear_on_gpu if x.is_cuda else grouped_linear_reference
     return function(x, weight, order, first, top_k, from_tokens, activation, gated)
-
-
-def combine_experts(
-    y: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None, gate: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`combine_experts_reference`; on a GPU in one launch. All contiguous."""
-    function = combine_experts_on_gpu if y.is_cuda else combine_experts_reference
-    return function(y, weights, shared, gate)
 
 
 def grouped_linear_on_gpu(
@@ -256,23 +202,9 @@ def grouped_linear_on_gpu(
         x.contiguous(), weight, order, first, out, num_tiles,
         E=num_experts, K=k, N=n, TOP_K=top_k, FROM_TOKENS=from_tokens, RELU2=activation == "relu2", GATED=gated,
         BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        BLOCK_K=tiles.block_k, GROUP_M=GROUP_M, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out if activation in (None, "relu2") else ACTIVATIONS[activation](out)
-
-
-def combine_experts_on_gpu(
-    y: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None, gate: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The kernel behind `combine_experts`."""
-    num_tokens, top_k = weights.shape
-    out = y.new_empty(num_tokens, y.shape[1])
-    if num_tokens:
-        combine_experts_kernel[(num_tokens, triton.cdiv(y.shape[1], COMBINE_BLOCK))](
-            y, weights, y if shared is None else shared, y if gate is None else gate, out,
-            D=y.shape[1], TOP_K=top_k, HAS_SHARED=shared is not None, HAS_GATE=gate is not None, BLOCK=COMBINE_BLOCK,
-        )  # fmt: skip
-    return out
 
 
 def check_grouped_linear(weight: torch.Tensor, gated: bool = False) -> bool:
@@ -282,29 +214,27 @@ def check_grouped_linear(weight: torch.Tensor, gated: bool = False) -> bool:
     from then on. Returns whether it failed. Raises RuntimeError when that does not help either.
     """
     _, k, n = weight.shape
-    n = n // 2 if gated else n
-    if not weight.is_cuda or (k, n, weight.dtype) in _proven:
-        return (k, n, weight.dtype) in _one_family
-    failed = not _is_invariant(k, n, weight.dtype, weight.device)
-    if failed:
-        _one_family.add((k, n, weight.dtype))
-        if not _is_invariant(k, n, weight.dtype, weight.device):
-            raise RuntimeError(f"experts of {k}x{n}, {weight.dtype}: their bits depend on the batch on {weight.device}")
-        logger.warning("experts of %dx%d %s: their bits depend on the batch; one family of tiles", k, n, weight.dtype)
-    _proven.add((k, n, weight.dtype))
-    return failed
+    shape = (k, n // 2 if gated else n, weight.dtype)
+    if weight.is_cuda and (*shape, gated) not in _proven:
+        if not _is_invariant(*shape, gated, weight.device):
+            _one_family.add(shape)
+            if not _is_invariant(*shape, gated, weight.device):
+                raise RuntimeError(f"experts of {k}x{n}, {weight.dtype}: their bits depend on the batch")
+            logger.warning("experts of %dx%d %s: their bits depend on the batch; one family of tiles", *shape)
+        _proven.add((*shape, gated))
+    return shape in _one_family
 
 
-def _is_invariant(k: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """One expert with few columns of the weight, whole and in pieces, the sums before they are rounded."""
+def _is_invariant(k: int, n: int, dtype: torch.dtype, gated: bool, device: torch.device) -> bool:
+    """One expert with few columns of the weight, whole and in pieces, the results before they are rounded."""
     columns = min(n, 512 + n % 512)
-    x, weight = hard_inputs(MAX_ROWS_TRIED, k, columns, device)
+    x, weight = hard_inputs(MAX_ROWS_TRIED, k, 2 * columns if gated else columns, device)
     x, weight = x.to(dtype), weight.to(dtype)[None]
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         order, first = sort_by_expert_on_gpu(torch.zeros(len(rows), 1, dtype=torch.int32, device=device), 1)
-        tiles = tiles_for(len(rows), 1, k, n, dtype)
-        return grouped_linear_on_gpu(rows, weight, order, first, 1, True, tiles=tiles, out_dtype=torch.float32)
+        tiles, fp32 = tiles_for(len(rows), 1, k, n, dtype), torch.float32
+        return grouped_linear_on_gpu(rows, weight, order, first, 1, True, gated=gated, tiles=tiles, out_dtype=fp32)
 
     want = run(x)
     for count in (1, 7, 16, 17, 64, 65, 128, 200):

@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 from mambalign.kernels import (
     activation,
+    combine_experts,
     expert_routing,
     grouped_linear,
     head_norm,
@@ -182,6 +183,7 @@ def compile_grouped(num_pairs: int, num_experts: int, k: int, n: int, dtype: tor
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
+        "GROUP_M": grouped_linear.GROUP_M,
     }
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     return compile_kernel(grouped_linear.grouped_linear_kernel, types, constants, **options)
@@ -190,8 +192,8 @@ def compile_grouped(num_pairs: int, num_experts: int, k: int, n: int, dtype: tor
 def compile_combine(width: int, top_k: int, shared: bool, gate: bool):
     types = dict.fromkeys(("p_y", "p_shared", "p_gate", "p_out"), "*bf16") | {"p_weights": "*fp32"}
     constants = {"D": width, "TOP_K": top_k, "HAS_SHARED": shared, "HAS_GATE": gate}
-    constants["BLOCK"] = grouped_linear.COMBINE_BLOCK
-    return compile_kernel(grouped_linear.combine_experts_kernel, types, constants)
+    constants["BLOCK"] = combine_experts.BLOCK
+    return compile_kernel(combine_experts.combine_experts_kernel, types, constants)
 
 
 def main() -> None:

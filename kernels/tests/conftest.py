@@ -15,6 +15,7 @@ INTERPRET = "TRITON_INTERPRET"
 KERNEL_MODULES = (
     "activation",
     "batch_memcpy",
+    "combine_experts",
     "expert_routing",
     "grouped_linear",
     "head_norm",

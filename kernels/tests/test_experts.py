@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from mambalign.kernels import grouped_linear
 from mambalign.kernels.activation import relu2, silu
+from mambalign.kernels.combine_experts import combine_experts_on_gpu, combine_experts_reference
 from mambalign.kernels.expert_routing import (
     Routing,
     route_experts_on_gpu,
@@ -13,8 +15,6 @@ from mambalign.kernels.expert_routing import (
 )
 from mambalign.kernels.grouped_linear import (
     Tiles,
-    combine_experts_on_gpu,
-    combine_experts_reference,
     grouped_linear_on_gpu,
     grouped_linear_reference,
     tiles_for,
@@ -229,3 +229,24 @@ def test_activations_round_where_separate_steps_would(device: str) -> None:
     assert torch.equal(grouped_linear_on_gpu(x, weight, order, first, 2, True, "relu2"), relu2(plain))
     gated = grouped_linear_on_gpu(x, weight, order, first, 2, True, gated=True)
     torch.testing.assert_close(gated, silu(plain[:, :8]) * plain[:, 8:], atol=1e-3, rtol=1e-3)
+
+
+def test_the_start_up_check_sees_an_order_that_follows_the_batch(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Tiles that add in another order where few rows run: noticed, and not used again."""
+    monkeypatch.setattr(grouped_linear, "MAX_ROWS_TRIED", 200)
+    monkeypatch.setattr(grouped_linear, "_one_family", set())
+    place, shape = torch.device(device), (32, 16, torch.float32)
+    assert grouped_linear._is_invariant(*shape, False, place) and grouped_linear._is_invariant(*shape, True, place)
+    honest = grouped_linear.grouped_linear_on_gpu
+
+    def partial(x: torch.Tensor, weight: torch.Tensor, *rest, tiles: Tiles, **options) -> torch.Tensor:
+        if tiles.block_m >= 64:
+            return honest(x, weight, *rest, tiles=tiles, **options)
+        half = x.shape[1] // 2
+        parts = [(x[:, :half], weight[:, :half]), (x[:, half:], weight[:, half:])]
+        return sum(honest(a.contiguous(), b.contiguous(), *rest, tiles=tiles, **options) for a, b in parts)
+
+    monkeypatch.setattr(grouped_linear, "grouped_linear_on_gpu", partial)
+    assert not grouped_linear._is_invariant(*shape, False, place)
+    grouped_linear._one_family.add(shape)
+    assert grouped_linear._is_invariant(*shape, False, place)

@@ -13,6 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+TEXT_CONFIGS = ("text_config", "llm_config")  # fields of a multimodal model's config that describe its text part
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SCALE_SUFFIX = "_scale_inv"  # after the name of an fp8 weight: what each of its blocks is multiplied by
@@ -69,6 +72,8 @@ class Weights:
 
     dtype: what `take` and `take_linear` convert to; vectors of norms and states are asked for in fp32.
     fp8_block: rows and columns that share a scale in fp8 weights, which become plain ones as they are read.
+    prefix: of the names of the weights that are the model's, in a folder that holds others too; they are asked for
+    without it, and the others are left alone.
     """
 
     def __init__(
@@ -78,9 +83,11 @@ class Weights:
         device: torch.device | str,
         show_progress: bool = True,
         fp8_block: tuple[int, int] | None = None,
+        prefix: str = "",
     ):
-        self.folder, self.dtype, self.device, self.fp8_block = folder, dtype, device, fp8_block
-        self._file_of = _weight_files(folder)
+        self.folder, self.dtype, self.device, self.fp8_block, self.prefix = folder, dtype, device, fp8_block, prefix
+        files = _weight_files(folder).items()
+        self._file_of = {name.removeprefix(prefix): file for name, file in files if name.startswith(prefix)}
         self._open_files: dict[str, safe_open] = {}
         self._left = set(self._file_of)
         self._missing: list[str] = []
@@ -126,13 +133,14 @@ class Weights:
         self._progress.close()
         self._open_files.clear()
         faults = {"missing": self._missing, "of the wrong shape": self._misshaped, "unexpected": sorted(self._left)}
+        faults = {kind: [self.prefix + name for name in names] for kind, names in faults.items()}
         texts = [f"{len(names)} {kind}: {_some(names)}" for kind, names in faults.items() if names]
         if texts:
             raise CheckpointError(f"weights of {self.folder} do not fit its config.json; " + "; ".join(texts))
 
     def _read(self, name: str) -> torch.Tensor:
         self._progress.update()
-        return self._file(self._file_of[name]).get_tensor(name)
+        return self._file(self._file_of[name]).get_tensor(self.prefix + name)
 
     def _file(self, name: str):
         if name not in self._open_files:
@@ -140,17 +148,30 @@ class Weights:
         return self._open_files[name]
 
 
-def read_config(folder: Path) -> dict:
-    """config.json of a checkpoint folder."""
-    path = folder / "config.json"
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint folder. Tokens that end a text by generation_config.json do so here too."""
     if not folder.is_dir():
         raise CheckpointError(f"no such checkpoint folder: {folder}")
-    if not path.is_file():
-        raise CheckpointError(f"{folder} holds no config.json")
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{folder} holds no {CONFIG_FILE}")
+    config = _read_json(folder / CONFIG_FILE)
+    if (folder / GENERATION_FILE).is_file():
+        ends = _ids(_read_json(folder / GENERATION_FILE).get("eos_token_id"))
+        for part in (config, *(config.get(name) for name in TEXT_CONFIGS)):
+            if ends and part:
+                part["eos_token_id"] = list(dict.fromkeys(_ids(part.get("eos_token_id")) + ends))
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def fp8_block_of(config: dict[str, Any], folder: Path) -> tuple[int, int] | None:
@@ -158,9 +179,10 @@ def fp8_block_of(config: dict[str, Any], folder: Path) -> tuple[int, int] | None
 
     config: its config.json. Raises CheckpointError for every other quantisation, naming it.
     """
-    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    parts = [config, *(config.get(name) or {} for name in TEXT_CONFIGS)]
+    found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
     if not found and (folder / QUANTIZED_FILE).is_file():
-        found = json.loads((folder / QUANTIZED_FILE).read_text()).get("quantization")
+        found = _read_json(folder / QUANTIZED_FILE).get("quantization")
     if not found:
         return None
     block = found.get("weight_block_size")

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from mambalign.kernels.combine_experts import combine_experts
 from mambalign.kernels.expert_routing import Routing, route_experts, sort_by_expert
-from mambalign.kernels.grouped_linear import check_grouped_linear, combine_experts, grouped_linear
+from mambalign.kernels.grouped_linear import check_grouped_linear, grouped_linear
 from mambalign.kernels.linear import linear
 from mambalign.worker.models.layers import ForwardContext, Linear
 from mambalign.worker.models.loader import Weights

@@ -14,8 +14,15 @@ from transformers import GraniteMoeHybridForCausalLM as GraniteForCausalLM
 
 from mambalign.engine import LLM, SamplingParams
 from mambalign.worker.models.hybrid import HybridModel
-from mambalign.worker.models.registry import load_model
-from mambalign.worker.tests import nemotron_checkpoints, served, test_bamba, test_falcon_h1, test_granite_hybrid
+from mambalign.worker.models.registry import FAMILIES, load_model
+from mambalign.worker.tests import (
+    nemotron_checkpoints,
+    served,
+    test_bamba,
+    test_falcon_h1,
+    test_granite_hybrid,
+    test_qwen,
+)
 from mambalign.worker.tests.texts import (
     check_boundaries,
     check_every_cut,
@@ -28,7 +35,7 @@ from mambalign.worker.tests.texts import (
 DEVICE = "cuda"
 VALUES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest logit; a GPU adds in another order
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def nemotron(name: str) -> Callable[[Path], Path]:
@@ -45,6 +52,10 @@ def written(model_class, config_class, sizes: dict) -> Callable[[Path], Path]:
     return write
 
 
+def qwen(name: str) -> Callable[[Path], Path]:
+    return lambda folder: test_qwen.build(folder, **test_qwen.SMALL[name])
+
+
 CHECKPOINTS = {
     "nemotron_h": nemotron("odd"),
     "nemotron_h experts": nemotron("experts"),
@@ -53,6 +64,11 @@ CHECKPOINTS = {
     "falcon_h1": written(FalconH1ForCausalLM, FalconH1Config, test_falcon_h1.SMALL["norm, then gate"]),
     "granitemoehybrid": written(GraniteForCausalLM, GraniteConfig, test_granite_hybrid.SMALL["nope"]),
     "granitemoehybrid experts": written(GraniteForCausalLM, GraniteConfig, test_granite_hybrid.SMALL["experts"]),
+    "qwen3_next": qwen("next_moe"),
+    "qwen3_5": qwen("multimodal"),
+    "qwen3_5_text": qwen("text"),
+    "qwen3_5_moe": qwen("moe"),
+    "qwen3_5_moe_text": qwen("moe_text"),
 }
 
 
@@ -66,6 +82,7 @@ def model(request: pytest.FixtureRequest, folder: Path) -> HybridModel:
     return load_model(folder, request.param, DEVICE, show_progress=False)
 
 
+@needs_gpu
 @torch.inference_mode()
 def test_logits_are_near_those_on_a_cpu(model: HybridModel, folder: Path) -> None:
     on_cpu = load_model(folder, torch.float32, show_progress=False)
@@ -77,6 +94,7 @@ def test_logits_are_near_those_on_a_cpu(model: HybridModel, folder: Path) -> Non
     assert is_near.float().mean() >= (0.8 if rounded else 1.0)
 
 
+@needs_gpu
 def test_bits_depend_on_the_text_alone(model: HybridModel) -> None:
     for seed, layout in enumerate(("SD", "DS")):
         check_random_schedule(model, layout, seed, lengths=[1, 2, 3, 63, 100, 129])
@@ -86,6 +104,7 @@ def test_bits_depend_on_the_text_alone(model: HybridModel) -> None:
         check_head_pieces(model)
 
 
+@needs_gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_served_alike_with_and_without_graphs_drafts_and_cache(folder: Path, dtype: str) -> None:
     shared = list(range(10, 50))
@@ -107,3 +126,7 @@ def test_served_alike_with_and_without_graphs_drafts_and_cache(folder: Path, dty
             answers.append([(r.outputs[0].token_ids, r.outputs[0].logprobs) for r in results])
         llm.shutdown()
     assert all(answer == answers[0] for answer in answers)
+
+
+def test_every_family_is_here() -> None:
+    assert {name.split()[0] for name in CHECKPOINTS} == {*FAMILIES}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mambalign.engine.checkpoint import read_facts
 from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.loader import CheckpointError
 from mambalign.worker.models.registry import load_model
@@ -159,4 +160,41 @@ def test_other_quantised_checkpoints_are_refused_by_name(small: Path, quantizati
 def test_a_quantised_checkpoint_that_says_so_in_a_file_of_its_own(small: Path) -> None:
     (small / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
     with pytest.raises(CheckpointError, match=r"quantised \(FP8\)"):
+        load(small)
+
+
+def as_text_part(folder: Path, field: str) -> None:
+    """Make the checkpoint the text part of a multimodal one."""
+    config = json.loads((folder / "config.json").read_text())
+    outer = {"model_type": "NemotronH_Nano_Omni_Reasoning_V3", field: config, "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(outer))
+    weights = load_file(folder / "model.safetensors")
+    weights = {f"language_model.{name}": tensor for name, tensor in weights.items()}
+    save_file(weights | {"vision_model.embedding": torch.zeros(3)}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("field", ["text_config", "llm_config"])
+def test_the_text_part_of_a_multimodal_checkpoint(small: Path, field: str) -> None:
+    whole = run_whole(load(small), list(range(3, 20)))
+    as_text_part(small, field)
+    model = load(small)
+    assert model.has_mtp and torch.equal(run_whole(model, list(range(3, 20))), whole)
+    assert read_facts(None, small).vocab_size == model.vocab_size
+    rewrite(small, lambda weights: weights.pop("language_model.backbone.norm_f.weight"))
+    with pytest.raises(CheckpointError, match=r"1 missing: language_model\.backbone\.norm_f\.weight$"):
+        load(small)
+    edit_config(small, **{field: None})
+    with pytest.raises(CheckpointError, match="none of text_config, llm_config"):
+        load(small)
+
+
+def test_tokens_that_end_a_text_are_those_of_both_files(small: Path) -> None:
+    assert load(small).eos_token_ids == (2,)
+    (small / "generation_config.json").write_text(json.dumps({"eos_token_id": [11, 2]}))
+    assert load(small).eos_token_ids == (2, 11)
+    (small / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    as_text_part(small, "text_config")
+    assert load(small).eos_token_ids == (2, 7)
+    (small / "generation_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json is not valid JSON"):
         load(small)
