@@ -193,6 +193,7 @@ def gated_delta_rule_kernel(
             p_v, p_kq, p_gates, p_q, last * 0, o_v, o_i, V_STRIDE, HEADS, KEY_HEADS, V_DIM, K_DIM, BLOCK_I
         )
         a_kept, b_kept, b_o = tl.load(p_state_block), -1, tl.zeros([BLOCK_V], tl.float32)
+        tl.debug_barrier()  # a tile of fewer numbers than threads is read by several: all have read before one writes
         for i_token in range(0, num_tokens, 2):
             i_b = tl.minimum(i_token + 1, last)
             b_v, b_kq, b_decay, b_beta, b_q0, b_q1, b_q2, b_q3, b_k0, b_k1, b_k2, b_k3 = _token_inputs(
