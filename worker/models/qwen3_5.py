@@ -23,7 +23,7 @@ class Qwen35Config(Qwen3NextConfig):
         """Read a published config.json, or its `text_config`. Raises CheckpointError as `Qwen3NextConfig` does."""
         text = config.get("text_config") or config
         is_tied = text.get("tie_word_embeddings") or config.get("tie_word_embeddings") or False
-        return cls.read(text, num_mtp_layers=text.get("mtp_num_hidden_layers") or 0, tie_word_embeddings=is_tied)
+        return cls.read(text, num_mtp_layers=text.get("mtp_num_hidden_layers", 1), tie_word_embeddings=is_tied)
 
 
 @dataclass(frozen=True, kw_only=True)
