@@ -43,7 +43,7 @@ def read_facts(model: str | None, path: Path) -> CheckpointFacts:
         config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {str(path)!r}: cannot read its config.json ({error})") from error
-    text = config.get("text_config") or config
+    text = config.get("text_config") or config.get("llm_config") or config
     for key in ("max_position_embeddings", "vocab_size"):
         if not isinstance(text.get(key), int):
             raise ConfigError(f"model {str(path)!r}: its config.json has no {key}")

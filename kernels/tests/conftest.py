@@ -15,14 +15,19 @@ INTERPRET = "TRITON_INTERPRET"
 KERNEL_MODULES = (
     "activation",
     "batch_memcpy",
+    "combine_experts",
+    "expert_routing",
+    "grouped_linear",
     "linear_triton",
     "mamba_state_copy",
     "postprocess_mamba",
     "precopy_mamba_align",
     "preprocess_mamba_align",
     "rms_norm",
+    "rotary",
     "sampling",
     "scatter_rows",
+    "silu_mul",
     "step_addresses",
 )
 
