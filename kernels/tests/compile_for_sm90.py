@@ -17,9 +17,11 @@ from mambalign.kernels import (
     combine_experts,
     expert_routing,
     grouped_linear,
+    head_norm,
     rms_norm,
     rotary,
     sampling,
+    sigmoid_mul,
     silu_mul,
 )
 from mambalign.kernels.linear_triton import GROUP_M, WORD_BYTES, linear_kernel, segments_of, tiles_for
@@ -88,6 +90,27 @@ def compile_gated(width: int, dtype: torch.dtype):
     types = {"p_x": "*fp32", "p_gate": name, "p_out": name, "p_weight": "*fp32", "eps": "fp32"}
     constants = {"WIDTH": width, "BLOCK": block, "WORD": WORD_BYTES // dtype.itemsize}
     return compile_kernel(rms_norm.rms_norm_gated_kernel, types, constants, num_warps=min(8, max(1, block // 256)))
+
+
+def compile_then_gate(width: int, dtype: torch.dtype):
+    block, name = triton.next_power_of_2(width), f"*{NAMES[dtype]}"
+    types = {"p_x": "*fp32", "p_gate": name, "p_out": name, "p_weight": "*fp32", "eps": "fp32"}
+    constants = {"WIDTH": width, "BLOCK": block, "WORD": WORD_BYTES // dtype.itemsize}
+    return compile_kernel(rms_norm.rms_norm_then_gate_kernel, types, constants, num_warps=max(1, block // 256))
+
+
+def compile_head_norm(num_heads: int, head_dim: int, dtype: torch.dtype):
+    name = f"*{NAMES[dtype]}"
+    types = {"p_query": name, "p_key": name, "p_q_weight": "*fp32", "p_k_weight": "*fp32", "eps": "fp32"}
+    constants = {"HEADS": num_heads, "D": head_dim, "BLOCK": triton.next_power_of_2(head_dim)}
+    constants["WORD"] = WORD_BYTES // dtype.itemsize
+    return compile_kernel(head_norm.head_norm_kernel, types, constants, num_warps=1)
+
+
+def compile_sigmoid_mul():
+    types = dict.fromkeys(("p_x", "p_gate", "p_out"), "*bf16")
+    constants = {"X_STRIDE": 4096, "GATE_STRIDE": 10240, "WIDTH": 4096, "BLOCK": sigmoid_mul.BLOCK}
+    return compile_kernel(sigmoid_mul.sigmoid_mul_kernel, types, constants)
 
 
 def compile_sampling(which: str):
@@ -187,6 +210,8 @@ def main() -> None:
     cases |= {"linear odd": (compile_linear, 1, 37, 53, bf16)}
     cases |= {"norm": (compile_norm, 4096, bf16), "norm small": (compile_norm, 256, fp32)}
     cases |= {"gated": (compile_gated, 1024, bf16), "gated small": (compile_gated, 256, fp32)}
+    cases |= {"then gate": (compile_then_gate, 128, bf16), "head norm": (compile_head_norm, 16, 256, bf16)}
+    cases |= {"sigmoid_mul": (compile_sigmoid_mul,)}
     cases |= {which: (compile_sampling, which) for which in ("argmax", "merge", "accept")}
     cases |= {f"activation {relu2}": (compile_activation, relu2) for relu2 in (False, True)}
     cases |= {"rotary": (compile_rotary, 32, 8, 128, 64, bf16), "rotary half": (compile_rotary, 6, 2, 33, 8, fp32)}

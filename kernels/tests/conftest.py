@@ -18,6 +18,7 @@ KERNEL_MODULES = (
     "combine_experts",
     "expert_routing",
     "grouped_linear",
+    "head_norm",
     "linear_triton",
     "mamba_state_copy",
     "postprocess_mamba",
@@ -27,6 +28,7 @@ KERNEL_MODULES = (
     "rotary",
     "sampling",
     "scatter_rows",
+    "sigmoid_mul",
     "silu_mul",
     "step_addresses",
 )

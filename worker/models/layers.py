@@ -32,7 +32,10 @@ class ForwardContext:
 
 
 class Linear:
-    """y = x @ weight (+ bias), batch-invariant. Given several names, layers with one input run as one, side by side."""
+    """y = x @ weight (+ bias), batch-invariant. Given several names, layers with one input run as one, side by side.
+
+    order: int64, which published output feature stands at each place; None for the published order.
+    """
 
     def __init__(
         self,
@@ -41,13 +44,17 @@ class Linear:
         in_features: int,
         out_features: int | list[int],
         bias: bool = False,
+        order: torch.Tensor | None = None,
     ):
         if isinstance(names, str):
             names, out_features = [names], [out_features]
         parts = list(zip(names, out_features, strict=True))
-        columns = [weights.take(f"{name}.weight", (width, in_features)) for name, width in parts]
-        self.weight = torch.cat(columns).t().contiguous()  # K-major
-        self.bias = torch.cat([weights.take(f"{name}.bias", (width,)) for name, width in parts]) if bias else None
+        weight = torch.cat([weights.take(f"{name}.weight", (width, in_features)) for name, width in parts])
+        bias = torch.cat([weights.take(f"{name}.bias", (width,)) for name, width in parts]) if bias else None
+        if order is not None:
+            order = order.to(weight.device)
+            weight, bias = weight[order], None if bias is None else bias[order]
+        self.weight, self.bias = weight.t().contiguous(), bias  # K-major
 
     def __call__(self, x: torch.Tensor, activation: str | None = None) -> torch.Tensor:
         return linear(x, self.weight, self.bias, activation)
@@ -64,6 +71,14 @@ class RMSNorm:
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of x + residual, and the sum itself."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class ZeroCentredRMSNorm(RMSNorm):
+    """An RMS norm whose published weight is its distance from 1."""
+
+    def __init__(self, weights: Weights, name: str, width: int, eps: float):
+        super().__init__(weights, name, width, eps)
+        self.weight = self.weight + 1.0
 
 
 class GatedRMSNorm:

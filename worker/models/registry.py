@@ -20,12 +20,19 @@ from mambalign.worker.models.loader import (
     read_config,
 )
 from mambalign.worker.models.nemotron_h import NemotronH
+from mambalign.worker.models.qwen3_5 import Qwen35, Qwen35Moe
+from mambalign.worker.models.qwen3_next import Qwen3Next
 
 FAMILIES: dict[str, type[HybridModel]] = {  # config.json's model_type -> class
     "bamba": Bamba,
     "falcon_h1": FalconH1,
     "granitemoehybrid": GraniteHybrid,
     "nemotron_h": NemotronH,
+    "qwen3_5": Qwen35,
+    "qwen3_5_moe": Qwen35Moe,
+    "qwen3_5_moe_text": Qwen35Moe,
+    "qwen3_5_text": Qwen35,
+    "qwen3_next": Qwen3Next,
 }
 
 
