@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mambalign.kernels import linear as module
-from mambalign.kernels.activation import silu
+from mambalign.kernels.activation import relu2, silu
 from mambalign.kernels.linear import BLOCK_ROWS, MAX_ROWS, check_linear_invariance, linear
 from mambalign.kernels.tolerances import tolerance
 
