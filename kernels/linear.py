@@ -173,7 +173,7 @@ def _pieces(num_rows: int) -> list[tuple[int, int]]:
 
 
 def _is_invariant(k: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
-    x, weight = _hard_inputs(MAX_ROWS, k, n, device)
+    x, weight = hard_inputs(MAX_ROWS, k, n, device)
     x, weight = x.to(dtype), weight.to(dtype)
     want = linear(x, weight)
     most = torch.get_num_threads()
@@ -194,7 +194,7 @@ def _is_invariant_on_gpu(k: int, n: int, dtype: torch.dtype, device: torch.devic
     tile_counters(device)
     num_columns, num_rows = n if n < 1024 else 512 + n % 512, 1024
     one_family, segments = (k, n, dtype) in _run_by_blocks, segments_of(k, n)
-    x, weight = _hard_inputs(num_rows, k, num_columns, device)
+    x, weight = hard_inputs(num_rows, k, num_columns, device)
     x, weight = x.to(dtype), weight.to(dtype)
 
     def run(rows: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ def _is_invariant_on_gpu(k: int, n: int, dtype: torch.dtype, device: torch.devic
     return True
 
 
-def _hard_inputs(num_rows: int, k: int, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def hard_inputs(num_rows: int, k: int, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """x [num_rows, k] and a weight [k, n], fp32, whose products spread widely; the second half of K nearly cancels."""
     seed, half = 2 * (k * 1_000_003 + n), k // 2
     x, weight = _hard_values(num_rows, k, seed, device), _hard_values(k, n, seed + 1, device)
