@@ -50,3 +50,15 @@ def test_preempted_requests_tell_each_token_once() -> None:
     assert [r.prompt_logprobs for r in results] == [r.prompt_logprobs for r in alone]
     assert [r.outputs[0].token_ids for r in results] == [r.outputs[0].token_ids for r in alone]
     assert llm.core.stats().num_preemptions_total > 0
+
+
+def test_salts_keep_prefixes_apart() -> None:
+    llm = LLM(spec_tokens=0, **SMALL)
+    params, ids = SamplingParams(max_tokens=1, temperature=0), list(range(40, 90))
+
+    def cached(salt: str) -> int:
+        (request,) = llm._factory.split(ids, params, salt)
+        return list(llm._client.generate([request]))[-1].num_cached_tokens
+
+    assert [cached(salt) for salt in ("a", "a", "b", "", "b", "")] == [0, 48, 0, 0, 48, 48]
+    assert llm.generate(ids, params)[0].num_cached_tokens == 48, "no salt is the empty one"
