@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import NoneType
 from typing import Any, NoReturn
 
+from mambalign.engine.api_keys import ApiKeys
 from mambalign.engine.checkpoint import locate, read_facts
 from mambalign.engine.config import (
     CheckpointFacts,
@@ -120,6 +121,9 @@ def parse(parser: Parser, arguments: Sequence[str]) -> tuple[EngineConfig, Serve
     try:
         server = build_part(ServerConfig, options)
         check_values(server)
+        if server.ssl_keyfile is not None and server.ssl_certfile is None:
+            raise ConfigError("--ssl-keyfile: needs --ssl-certfile")
+        ApiKeys.read(server)
         config = EngineConfig.from_options(**options)
         facts = read_facts(config.model.model, locate(config.model.model, weights=False))
         check_checkpoint(config, facts)

@@ -5,58 +5,26 @@ A field that is not here is refused, and so is one of OpenAI's that this server 
 """
 
 import re
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from mambalign.engine.server.errors import ApiError
+from mambalign.engine.server.openai_fields import CHAT, COMPLETION, MESSAGE, FieldTable
 from mambalign.worker.sampling_params import SamplingParams
-
-# OpenAI's fields that are not served, each with the values that ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "metadata": ({},),
-    "modalities": (["text"],),
-    "moderation": (),
-    "parallel_tool_calls": (True, False),  # there are no tools
-    "prediction": (),
-    "prompt_cache_key": (),
-    "prompt_cache_retention": (),
-    "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
-}
-UNSUPPORTED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "reasoning": (),
-    "reasoning_content": (),
-    "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
-}
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Any body. The fields that choose tokens are `SamplingParams`'s, and checked there."""
 
+    openai_fields: ClassVar[FieldTable] = {}  # what the endpoint does with each of OpenAI's fields
+
     model: str | None = None
 
 
-class GenerationBody(Body, forbid_unknown_fields=True, kw_only=True):
-    max_tokens: int | None = None
+class SamplingBody(Body, forbid_unknown_fields=True, kw_only=True):
+    """What the three endpoints that generate have in common."""
+
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -70,10 +38,8 @@ class GenerationBody(Body, forbid_unknown_fields=True, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    n: int | None = None
     stream: bool | None = None
     stream_options: "StreamOptions | None" = None
-    return_token_ids: bool | None = None  # adds token_ids and prompt_token_ids to each choice
     cache_salt: str | None = None  # prefixes are shared between requests of one salt only
     user: str | None = None  # says who asks; changes nothing
 
@@ -83,14 +49,25 @@ class GenerationBody(Body, forbid_unknown_fields=True, kw_only=True):
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
+class GenerationBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
+    max_tokens: int | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None  # alternatives for each token of the prompt
+    return_token_ids: bool | None = None  # adds token_ids and prompt_token_ids to each choice
+
+
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
+    openai_fields = COMPLETION
+
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None  # alternatives a token
+    best_of: int | None = None  # texts generated, of which the n likeliest are returned
+    echo: bool | None = None  # the prompt is part of the text; max_tokens may then be 0
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -112,10 +89,14 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
+    openai_fields = CHAT
+
     messages: list[Message]
     max_completion_tokens: int | None = None  # OpenAI's new word for max_tokens
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    prompt_cache_key: str | None = None  # a hint that changes nothing: all requests share one cache
+    safety_identifier: str | None = None  # says who asks, like `user`
     chat_template_kwargs: dict[str, Any] | None = None  # handed to the checkpoint's template
 
 
@@ -139,25 +120,28 @@ def parse_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ApiError(400, "the body must be a JSON object")
-    drop_neutral(raw, UNSUPPORTED.keys() - kind.__struct_fields__, UNSUPPORTED, "")
+    drop_neutral(raw, kind.openai_fields, "")
     messages = raw.get("messages")
     for index, message in enumerate(messages if isinstance(messages, list) else []):
         if isinstance(message, dict):
-            drop_neutral(message, UNSUPPORTED_IN_MESSAGE.keys(), UNSUPPORTED_IN_MESSAGE, f"messages[{index}].")
+            drop_neutral(message, MESSAGE, f"messages[{index}].")
     try:
         return msgspec.convert(raw, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise validation_error(str(error)) from error
 
 
-def drop_neutral(raw: dict[str, Any], names: Any, table: dict[str, tuple[Any, ...]], path: str) -> None:
-    """Take unsupported fields that ask for nothing out of `raw`; raise ApiError for one that asks."""
-    for name in names & raw.keys():
+def drop_neutral(raw: dict[str, Any], table: FieldTable, path: str) -> None:
+    """Take refused fields that ask for nothing out of `raw`; raise ApiError for one that asks."""
+    for name in table.keys() & raw.keys():
+        refused = table[name]
+        if refused is None:
+            continue
         value = raw.pop(name)
-        if value is not None and not any(value == v and type(value) is type(v) for v in table[name]):
+        if value is not None and not any(value == v and type(value) is type(v) for v in refused.neutral):
             raise ApiError(
                 400,
-                f"{path}{name} is not supported by this server: leave it out",
+                f"{path}{name} is not supported by this server: {refused.instead}",
                 param=path + name,
                 code="unsupported_parameter",
             )

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from mambalign.engine.api_keys import ApiKeys
 from mambalign.engine.client import EngineClient
+from mambalign.engine.config import ServerConfig
 from mambalign.engine.core_process import Ready
 from mambalign.engine.server.errors import ApiError, unavailable
 from mambalign.engine.server.metrics import Metrics
 from mambalign.engine.server.token_text import TokenText
+
+RETRY_AFTER_SECONDS = 1  # what a refused client is told to wait
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,13 +25,38 @@ if TYPE_CHECKING:
 class ServerState:
     client: EngineClient
     model_name: str
-    api_key: str | None = None
+    options: ServerConfig = field(default_factory=ServerConfig)
+    api_keys: ApiKeys = field(default_factory=lambda: ApiKeys([]))
     tokenizer: "PreTrainedTokenizerBase | None" = None  # filled while the engine loads, like the next
     token_text: TokenText | None = None
     metrics: Metrics = field(default_factory=Metrics)
     draining: bool = False
     started: float = field(default_factory=time.time)
     num_handlers: int = 0  # that are at work now
+
+    @property
+    def cors_origins(self) -> set[str]:
+        """Web origins whose pages may read answers."""
+        return {origin.strip().rstrip("/") for origin in (self.options.cors_origins or "").split(",")} - {""}
+
+    def admit(self, num_texts: int, num_prompts: int = 1) -> None:
+        """Raise ApiError for a request of so many texts: 400 when it can never be taken in, 429 when not now."""
+        limit = self.options.max_live_requests
+        if num_texts > limit:
+            name = "prompt" if num_prompts > 1 else "n"
+            raise ApiError(
+                400,
+                f"{name}: this request asks for {num_texts} texts (prompts times choices); at most {limit} are taken",
+                param=name,
+            )
+        if self.client.num_live_requests + num_texts > limit:
+            raise ApiError(
+                429,
+                f"{self.client.num_live_requests} of {limit} texts are in work: try again later",
+                code="queue_full",
+                kind="rate_limit_error",
+                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+            )
 
     @property
     def is_ready(self) -> bool:

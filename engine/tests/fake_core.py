@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mambalign.engine.checkpoint import read_facts
 from mambalign.engine.config import ConfigError, EngineConfig, resolve
+from mambalign.engine.detokenizer import Detokenizer
 from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
 from mambalign.worker.sampling_params import TokenLogprobs
 
@@ -50,13 +51,13 @@ class LightTokenizer:
     """The checkpoint's tokenizer without transformers, which takes seconds to import."""
 
     def __init__(self, folder: Path):
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        return self.backend.encode(text).ids
 
     def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids)
+        return self.backend.decode(ids)
 
 
 class FakeCore:
@@ -79,7 +80,7 @@ class FakeCore:
         self.spec_tokens, self.spec_method = config.spec.spec_tokens, config.spec.spec_method
         self._requests: dict[str, EngineRequest] = {}
         self._ids: dict[str, list[int]] = {}
-        self._texts: dict[str, str] = {}
+        self._detokenizers: dict[str, Detokenizer] = {}
         self._cached: dict[str, int] = {}
         self._seen: set[tuple[int, ...]] = set()
         self._endings: list[EngineOutput] = []
@@ -90,10 +91,12 @@ class FakeCore:
         if not request.prompt_token_ids or len(request.prompt_token_ids) >= self.max_model_len:
             raise ValueError(f"prompt must hold 1 to {self.max_model_len - 1} tokens")
         prompt = tuple(request.prompt_token_ids)
-        self._cached[request.request_id] = len(prompt) - 1 if prompt in self._seen else 0
+        is_cached = prompt in self._seen and request.params.prompt_logprobs is None
+        self._cached[request.request_id] = len(prompt) - 1 if is_cached else 0
         self._seen.add(prompt)
         self._requests[request.request_id] = request
-        self._ids[request.request_id], self._texts[request.request_id] = [], ""
+        self._ids[request.request_id] = []
+        self._detokenizers[request.request_id] = Detokenizer(self.tokenizer.backend, (), request.params.stop)
         self._count(
             prompt_tokens_total=len(prompt),
             prefix_cache_queries_total=len(prompt),
@@ -124,20 +127,24 @@ class FakeCore:
 
     def _advance(self, request: EngineRequest) -> EngineOutput:
         params, prompt = request.params, request.prompt_token_ids
-        ids, old_text = self._ids[request.request_id], self._texts[request.request_id]
+        ids, detokenizer = self._ids[request.request_id], self._detokenizers[request.request_id]
         if ERROR in prompt:
             return EngineOutput(request.request_id, finish_reason="error", error="told to fail")
         room = min(params.max_tokens, self.max_model_len - len(prompt)) - len(ids)
-        new = [prompt[(len(ids) + i) % len(prompt)] for i in range(min(1 + self.spec_tokens, room))]
-        ids += new
-        text, reason, stop_reason = self.tokenizer.decode(ids), None, None
-        for stop in params.stop:
-            if stop in text:
-                text, reason, stop_reason = text[: text.index(stop)], "stop", stop
+        new, text, reason = [], "", None
+        while len(new) < min(1 + self.spec_tokens, room) and reason is None:
+            new.append(prompt[len(ids) % len(prompt)])
+            ids.append(new[-1])
+            text += detokenizer.append(new[-1])
+            if detokenizer.stop_string is not None:
+                reason = "stop"
         if reason is None and len(new) == room:
             reason = "length"
-        self._texts[request.request_id] = text
+            text += detokenizer.finish()
         drafts = len(ids) - 1
+        of_prompt = None
+        if params.prompt_logprobs is not None and len(new) == len(ids):
+            of_prompt = [self._logprobs(t, params.prompt_logprobs) for t in prompt[1:]]
         self._count(
             generation_tokens_total=len(new),
             spec_decode_num_drafts_total=1,
@@ -146,11 +153,12 @@ class FakeCore:
         )
         return EngineOutput(
             request_id=request.request_id,
-            new_text=text[len(old_text) :],
+            new_text=text,
             new_token_ids=new,
             new_logprobs=[self._logprobs(t, params.logprobs) for t in new] if params.logprobs is not None else None,
+            prompt_logprobs=of_prompt,
             finish_reason=reason,
-            stop_reason=stop_reason,
+            stop_reason=detokenizer.stop_string,
             num_cached_tokens=self._cached[request.request_id],
             num_draft_tokens=drafts + 1,
             num_accepted_tokens=drafts,
