@@ -1,9 +1,11 @@
 """Who may call, from where, and what is written about it: API keys, CORS, request ids, the access log."""
 
+import asyncio
 import datetime
 import logging
 import re
 import sys
+import time
 import uuid
 from typing import Any
 
@@ -18,6 +20,8 @@ OPEN_PATHS = ("/health", "/metrics")  # without a key: probes and scrapers have 
 REQUEST_ID = "X-Request-Id"
 REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 PREFLIGHT_SECONDS = "600"  # how long a browser may remember what it may send
+CLIENT_LEFT = 499  # the status, in the log only, of a request whose client did not wait for the answer
+ACCESS_LOGGER = "mambalign.access"
 LOG_FIELDS = "log"  # of a request: what its handler knows for the access log
 
 
@@ -26,7 +30,12 @@ async def request_id_middleware(request: web.Request, handler: web.RequestHandle
     """Every request has an id: the client's own, if it fits a header, else a new one."""
     given = request.headers.get(REQUEST_ID, "")
     request[REQUEST_ID] = given if REQUEST_ID_PATTERN.fullmatch(given) else f"req-{uuid.uuid4().hex}"
-    return await handler(request)
+    started = time.monotonic()
+    try:
+        return await handler(request)
+    except asyncio.CancelledError:  # the client has left: the server itself writes no line about it
+        write_entry(logging.getLogger(ACCESS_LOGGER), request, CLIENT_LEFT, time.monotonic() - started)
+        raise
 
 
 @web.middleware
@@ -76,7 +85,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 def make_access_logger(level: int) -> logging.Logger:
     """Writes lines to standard error as they are: each is a JSON object."""
-    logger = logging.getLogger("mambalign.access")
+    logger = logging.getLogger(ACCESS_LOGGER)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.handlers = [handler]
@@ -85,20 +94,24 @@ def make_access_logger(level: int) -> logging.Logger:
     return logger
 
 
+def write_entry(logger: logging.Logger, request: web.BaseRequest, status: int, seconds: float) -> None:
+    level = logging.DEBUG if request.path in OPEN_PATHS else logging.INFO
+    if not logger.isEnabledFor(level):
+        return
+    fields: dict[str, Any] = {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+        "request_id": request.get(REQUEST_ID),
+        "remote": request.remote,
+        "method": request.method,
+        "path": request.path,
+        "status": status,
+        "seconds": round(seconds, 6),
+    }
+    logger.log(level, msgspec.json.encode(fields | request.get(LOG_FIELDS, {})).decode())
+
+
 class AccessLog(AbstractAccessLogger):
     """One JSON object a request; probes and scrapers only at level debug. No text of a prompt unless asked for."""
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
-        level = logging.DEBUG if request.path in OPEN_PATHS else logging.INFO
-        if not self.logger.isEnabledFor(level):
-            return
-        fields: dict[str, Any] = {
-            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
-            "request_id": request.get(REQUEST_ID),
-            "remote": request.remote,
-            "method": request.method,
-            "path": request.path,
-            "status": response.status,
-            "seconds": round(time, 6),
-        }
-        self.logger.log(level, msgspec.json.encode(fields | request.get(LOG_FIELDS, {})).decode())
+        write_entry(self.logger, request, response.status, time)

@@ -1,10 +1,12 @@
 """Keys, TLS, CORS, request ids, the access log, and the warning when a server is open to everyone."""
 
+import http.client
 import json
 import shutil
 import ssl
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +126,23 @@ def test_access_log_tells_everything_but_texts(server: ServerProcess) -> None:
     call(f"{server.url}/v1/completions", body | {"n": 0}, headers | {"X-Request-Id": "wrong"})
     assert log_entry(server, "wrong").items() >= {"status": 400, "param": "n"}.items()
     assert "secret" not in server.output
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_access_log_tells_of_clients_that_left(server: ServerProcess, stream: bool) -> None:
+    name = f"left-{stream}"
+    connection = http.client.HTTPConnection("localhost", int(server.url.rsplit(":", 1)[1]))
+    headers = {"Authorization": "Bearer one", "X-Request-Id": name}
+    body = {"prompt": "<slow>", "max_tokens": 250, "stream": stream}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    response = connection.getresponse() if stream else None
+    time.sleep(0.1)
+    if response is not None:
+        response.close()
+    connection.close()
+    entry = log_entry(server, name)
+    assert entry["finish_reasons"] == ["abort"] and entry["seconds"] < 2 and entry["completion_tokens"] > 0
+    assert entry["status"] in ((200, 499) if stream else (499,))
 
 
 def test_only_an_open_server_is_warned_of(server: ServerProcess, fake_model: Path) -> None:
