@@ -8,12 +8,12 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from types import NoneType
 from typing import Any, NoReturn
 
-from mambalign.engine.checkpoint import locate, read_facts
+from mambalign.engine.checkpoint import load_chat_template, locate, read_facts
 from mambalign.engine.config import (
     CheckpointFacts,
     ConfigError,
@@ -120,6 +120,8 @@ def parse(parser: Parser, arguments: Sequence[str]) -> tuple[EngineConfig, Serve
     try:
         server = build_part(ServerConfig, options)
         check_values(server)
+        if server.chat_template is not None:
+            server = replace(server, chat_template=load_chat_template(server.chat_template))
         config = EngineConfig.from_options(**options)
         facts = read_facts(config.model.model, locate(config.model.model, weights=False))
         check_checkpoint(config, facts)

@@ -131,6 +131,17 @@ class ServerConfig:
     port: int = option(8000, "port to listen on (0: any free one, printed at start)", low=0, high=65535)
     served_model_name: str | None = option(None, "name in the API (default: the hub id, or the folder's name)")
     api_key: str | None = option(None, "require this bearer token from clients (default: no token)")
+    chat_template: str | None = option(None, "jinja file, or the template itself (default: the checkpoint's)")
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls (auto: as its chat template says)",
+        choices=("auto", "hermes", "qwen3_coder", "nemotron_json", "none"),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "take <think>...</think> out of the replies, as reasoning_content (auto: if the chat template has such tags)",
+        choices=("auto", "think", "none"),
+    )
     log_level: str = option("info", "least severe messages to print", choices=("debug", "info", "warning", "error"))
 
 

@@ -246,7 +246,11 @@ class EngineCore:
         self.scheduler.add_request(live)
         params = request.params
         detokenizer = Detokenizer(
-            self.tokenizer.backend_tokenizer, request.prompt_token_ids, params.stop, min_tokens=params.min_tokens
+            self.tokenizer.backend_tokenizer,
+            request.prompt_token_ids,
+            params.stop,
+            min_tokens=params.min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
         )
         self._live[request.request_id] = LiveRequest(live, detokenizer)
 

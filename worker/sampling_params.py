@@ -45,6 +45,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: list[str] = []  # at most 16, not part of the text
     stop_token_ids: list[int] = []  # end the text; part of the token ids, not of the text
     ignore_eos: bool = False
+    skip_special_tokens: bool = (
+        True  # leave special tokens out of the text (stop strings are looked for in what is left)
+    )
     n: int = 1  # choices, 1..128; split into one request per choice before the engine
 
     def __post_init__(self) -> None:
@@ -100,8 +103,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         self._validate_stops(vocab_size)
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         _check_int("n", self.n, 1, MAX_CHOICES)
 
     def _validate_logit_bias(self, vocab_size: int) -> None:

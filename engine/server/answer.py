@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from mambalign.engine.messages import EngineOutput
-from mambalign.engine.server.errors import as_api_error
+from mambalign.engine.server.errors import ApiError, as_api_error
 from mambalign.engine.server.generation import Choice, Generation
 from mambalign.engine.server.protocol import GenerationBody
 from mambalign.engine.server.state import ServerState
@@ -55,6 +55,11 @@ class Answer:
         """A step may bring no text yet (part of a character or of a stop string)."""
         wants_tokens = self.body.return_token_ids or output.new_logprobs is not None
         return bool(output.new_text or output.finish_reason or (wants_tokens and output.new_token_ids))
+
+
+def check_stream_options(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
 
 
 async def send_answer(request: web.Request, answer: Answer, generation: Generation) -> web.StreamResponse:

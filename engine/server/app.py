@@ -8,9 +8,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from mambalign.engine.client import EngineError
 from mambalign.engine.server.answer import json_response
-from mambalign.engine.server.completions import chat_completions, completions
+from mambalign.engine.server.chat import chat_completions
+from mambalign.engine.server.completions import completions
 from mambalign.engine.server.errors import ApiError, error_middleware, unavailable
-from mambalign.engine.server.protocol import DetokenizeBody, TokenizeBody, parse_body
+from mambalign.engine.server.protocol import DetokenizeBody, TokenizeBody, parse_body, template_options
 from mambalign.engine.server.state import STATE, ServerState
 
 MAX_BODY_BYTES = 64 << 20
@@ -126,7 +127,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if body.prompt is not None:
         tokens = await state.encode(body.prompt)
     else:
-        tokens = await state.encode_chat([message.for_template() for message in body.messages])
+        tokens = (await state.encode_chat(body.messages, template_options(body, body.tools or []))).token_ids
     return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": ready.max_model_len})
 
 

@@ -9,6 +9,9 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from mambalign.engine.server.chat_messages import AnyMessage, check_parts
+from mambalign.engine.server.chat_template import TemplateOptions
+from mambalign.engine.server.chat_tools import Tool, ToolChoice
 from mambalign.engine.server.errors import ApiError
 from mambalign.worker.sampling_params import SamplingParams
 
@@ -22,18 +25,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),  # there are no tools
     "prediction": (),
     "prompt_cache_key": (),
     "prompt_cache_retention": (),
-    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -41,12 +40,11 @@ UNSUPPORTED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "reasoning": (),
-    "reasoning_content": (),
     "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -70,6 +68,7 @@ class GenerationBody(Body, forbid_unknown_fields=True, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None  # of the text (default: yes); not where tags of a chat are such tokens
     n: int | None = None
     stream: bool | None = None
     stream_options: "StreamOptions | None" = None
@@ -93,35 +92,39 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     logprobs: int | None = None  # alternatives a token
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-
-
-class Message(msgspec.Struct, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """As chat templates take it; `developer` is OpenAI's new word for `system`."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        return message if self.name is None else message | {"name": self.name}
-
-
 class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
-    messages: list[Message]
+    messages: list[AnyMessage]
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = None  # end with the head of the assistant's reply (default: yes)
+    continue_final_message: bool | None = None  # the reply goes on where the final message ends
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # handed to the checkpoint's template
     max_completion_tokens: int | None = None  # OpenAI's new word for max_tokens
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # handed to the checkpoint's template
+    tool_choice: ToolChoice | None = None  # default: auto
+    parallel_tool_calls: bool | None = None  # default: true
 
 
 class TokenizeBody(Body, forbid_unknown_fields=True, kw_only=True):
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[AnyMessage] | None = None  # a chat's; the next five go with them
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def template_options(body: ChatBody | TokenizeBody, tools: list[Tool]) -> TemplateOptions:
+    """`tools`: those that the model is told of."""
+    return TemplateOptions(
+        [tool.for_template() for tool in tools] or None,
+        body.add_generation_prompt,
+        body.continue_final_message,
+        body.reasoning_effort,
+        body.chat_template_kwargs,
+    )
 
 
 class DetokenizeBody(Body, forbid_unknown_fields=True, kw_only=True):
@@ -144,6 +147,9 @@ def parse_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
     for index, message in enumerate(messages if isinstance(messages, list) else []):
         if isinstance(message, dict):
             drop_neutral(message, UNSUPPORTED_IN_MESSAGE.keys(), UNSUPPORTED_IN_MESSAGE, f"messages[{index}].")
+            check_parts(message, f"messages[{index}]")
+            for name in [name for name, value in message.items() if value is None and name != "content"]:
+                del message[name]
     try:
         return msgspec.convert(raw, kind, str_keys=True)
     except msgspec.ValidationError as error:

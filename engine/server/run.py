@@ -16,6 +16,7 @@ from mambalign.engine.client import EngineClient, EngineError
 from mambalign.engine.config import CheckpointFacts, ConfigError, EngineConfig, ServerConfig
 from mambalign.engine.core_process import DEFAULT_CORE, LOG_FORMAT, Ready
 from mambalign.engine.server.app import OPEN_PATHS, make_app
+from mambalign.engine.server.chat_template import ChatTemplate
 from mambalign.engine.server.state import ServerState
 from mambalign.engine.server.token_text import TokenText
 
@@ -122,6 +123,10 @@ class Server:
     async def load_tokenizer(self) -> None:
         tokenizer = await asyncio.to_thread(load_tokenizer, self.facts.path)
         self.state.token_text = TokenText(tokenizer)
+        options = self.options
+        self.state.chat_template = ChatTemplate(
+            tokenizer, options.chat_template, options.tool_call_parser, options.reasoning_parser
+        )
         self.state.tokenizer = tokenizer
 
     async def drain(self, site: web.TCPSite, death: asyncio.Task[str]) -> None:

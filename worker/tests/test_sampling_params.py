@@ -26,6 +26,7 @@ REFUSED = {
     "stop": [["x"] * 17, [""], [3], 3],
     "stop_token_ids": [[-1], [100], ["a"], 7],
     "ignore_eos": [None, 1],
+    "skip_special_tokens": [None, "no"],
     "n": [0, 129, 1.0],
 }
 ACCEPTED = {
@@ -44,6 +45,7 @@ ACCEPTED = {
     "stop": [[], None, "END", ["x"] * 16],
     "stop_token_ids": [[], None, [0, 99]],
     "ignore_eos": [True, False],
+    "skip_special_tokens": [True, False],
     "n": [1, 128],
 }
 
