@@ -71,6 +71,7 @@ class RowResult:
     logprobs: list | None  # TokenLogprobs, one per token, when asked for
     draft_token_ids: list[int]  # proposed for the row's next step
     num_draft_tokens: int  # drafts that this step verified
+    error: str | None = None  # why the request cannot go on; its tokens do not count then
 
 
 class CopyTotals(NamedTuple):
