@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from mambalign.worker.sampling_params import StructuredOutputs
 
 _MAX_CACHED = 64
-# JSON may be spread over lines; without a limit a model that likes white space would write nothing else.
-_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}"}
+# JSON may be spread over lines; without a limit a model that likes white space might write nothing else.
+_JSON_OPTIONS = {"whitespace_pattern": r"(\x20|\x0A[\x20\x09]{0,24})?"}
 _CLOSE_TAG = "</think>"
 _OPEN_TAG = "<think>"
 

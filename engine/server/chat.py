@@ -18,6 +18,7 @@ from mambalign.engine.server.errors import ApiError
 from mambalign.engine.server.generation import Choice, Generation, fit_params
 from mambalign.engine.server.protocol import ChatBody, parse_body, template_options
 from mambalign.engine.server.state import STATE, ServerState
+from mambalign.engine.server.structured import structured_outputs
 from mambalign.engine.server.token_text import chat_logprobs
 
 
@@ -137,6 +138,15 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     tools = usable_tools(body, state)
     chat = await state.encode_chat(body.messages, template_options(body, tools))
     changes: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    changes["structured_outputs"] = structured_outputs(
+        state.chat_template,
+        chat,
+        response_format=body.response_format,
+        fields=body.structured_outputs,
+        tools=tools,
+        tool_choice=body.tool_choice,
+        parallel=body.parallel_tool_calls is not False,
+    )
     if not state.chat_template.shows_as_text(tools=bool(tools)):
         changes["skip_special_tokens"] = False
     params = fit_params(

@@ -64,6 +64,9 @@ class ChatTemplate:
         name = find_tool_parser(every_text) if tool_parser == "auto" else tool_parser
         self.tool_parser: type[ToolParser] | None = TOOL_PARSERS.get(name or "none")
         self.reasons = has_reasoning(every_text) if reasoning_parser == "auto" else reasoning_parser == "think"
+        added = {str(t): int(i) for i, t in tokenizer.added_tokens_decoder.items()}
+        tags = self.tool_parser.tags if self.tool_parser else ()
+        self.tag_token_ids = {tag: added[tag] for tag in tags if tag in added}
         self._special = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
         reserved = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = {"messages", "strftime_now", "raise_exception", *reserved} - {"kwargs"}

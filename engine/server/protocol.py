@@ -13,6 +13,7 @@ from mambalign.engine.server.chat_messages import AnyMessage, check_parts
 from mambalign.engine.server.chat_template import TemplateOptions
 from mambalign.engine.server.chat_tools import Tool, ToolChoice
 from mambalign.engine.server.errors import ApiError
+from mambalign.engine.server.structured import ResponseFormat, StructuredFields
 from mambalign.worker.sampling_params import SamplingParams
 
 # OpenAI's fields that are not served, each with the values that ask for nothing.
@@ -28,7 +29,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "prompt_cache_key": (),
     "prompt_cache_retention": (),
-    "response_format": ({"type": "text"},),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -73,12 +73,16 @@ class GenerationBody(Body, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stream_options: "StreamOptions | None" = None
     return_token_ids: bool | None = None  # adds token_ids and prompt_token_ids to each choice
+    structured_outputs: StructuredFields | None = None
     cache_salt: str | None = None  # prefixes are shared between requests of one salt only
     user: str | None = None  # says who asks; changes nothing
 
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """What was given, the rest at its default; `changes` come last."""
-        given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__} | changes
+        given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
+        if self.structured_outputs is not None:
+            given["structured_outputs"] = self.structured_outputs.wanted()
+        given |= changes
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -104,6 +108,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: int | None = None
     tool_choice: ToolChoice | None = None  # default: auto
     parallel_tool_calls: bool | None = None  # default: true
+    response_format: ResponseFormat | None = None
 
 
 class TokenizeBody(Body, forbid_unknown_fields=True, kw_only=True):

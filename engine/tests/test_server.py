@@ -209,7 +209,7 @@ def test_a_users_mistake_names_the_field(url: str, fields: dict, param: str) -> 
         ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json"}}, "response_format.type"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens"),
         ({"prompt": "x"}, "prompt"),
