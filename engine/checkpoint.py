@@ -1,6 +1,7 @@
-"""Where a checkpoint lies and what its files say. Reads JSON and the tokenizer; no weight, no torch."""
+"""Where a checkpoint lies and what its files say. Reads JSON and the tokenizer; no weight but its name, no torch."""
 
 import json
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ def read_facts(model: str | None, path: Path) -> CheckpointFacts:
         config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {str(path)!r}: cannot read its config.json ({error})") from error
-    text = config.get("text_config") or config
+    text = config.get("text_config") or config.get("llm_config") or config
     for key in ("max_position_embeddings", "vocab_size"):
         if not isinstance(text.get(key), int):
             raise ConfigError(f"model {str(path)!r}: its config.json has no {key}")
@@ -55,8 +56,33 @@ def read_facts(model: str | None, path: Path) -> CheckpointFacts:
         max_model_len=text["max_position_embeddings"],
         dtype=text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "float32",
         vocab_size=text["vocab_size"],
-        num_mtp_layers=next((text[key] for key in _MTP_KEYS if text.get(key)), 0),
+        num_mtp_layers=_num_mtp_layers(text, path),
     )
+
+
+def _num_mtp_layers(text: dict[str, Any], path: Path) -> int:
+    """As config.json says, else as the names of the weights do; 0 where there are weights and none is a head's."""
+    said = next((text[key] for key in _MTP_KEYS if text.get(key)), 0)
+    names = weight_names(path)
+    if not names:
+        return said
+    layers = {name.split(".")[2] for name in names if name.startswith("mtp.layers.")}
+    return said if said and layers else len(layers)
+
+
+def weight_names(path: Path) -> list[str]:
+    """Names of the checkpoint's weights, from its index or its only file's header; none if it has neither."""
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    try:
+        if index.is_file():
+            return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        if single.is_file():
+            with single.open("rb") as file:
+                (num_bytes,) = struct.unpack("<Q", file.read(8))
+                return [name for name in json.loads(file.read(num_bytes)) if name != "__metadata__"]
+    except (OSError, ValueError, KeyError, struct.error):  # the loader says what is wrong with it
+        pass
+    return []
 
 
 def checkpoint_name(model: str | None, path: Path) -> str:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 SOFTPLUS_LINEAR_ABOVE = 20.0  # softplus(x) == x in fp32 from here on (the threshold of torch's softplus)
-BLOCK = 1024
+BLOCK = 2048
 
 
 @triton.jit
@@ -20,8 +20,12 @@ def silu_of(b_x):
 
 
 @triton.jit(do_not_specialize=["num_elements"])
-def activation_kernel(p_x, p_out, num_elements, RELU2: tl.constexpr, BLOCK: tl.constexpr):
-    """out = relu2(x) or silu(x), each element by itself, in fp32, rounded once. Grid: blocks of BLOCK elements."""
+def activation_kernel(p_x, p_out, num_elements, WORD: tl.constexpr, RELU2: tl.constexpr, BLOCK: tl.constexpr):
+    """out = relu2(x) or silu(x), each element by itself, in fp32, rounded once. Grid: blocks of BLOCK elements.
+
+    WORD divides num_elements: a mask that changes within a thread's widest load would split it.
+    """
+    num_elements = num_elements // WORD * WORD
     o_element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b_x = tl.load(p_x + o_element, mask=o_element < num_elements, other=0.0).to(tl.float32)
     if RELU2:
@@ -37,7 +41,8 @@ def activation_on_gpu(x: torch.Tensor, relu2: bool) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel():
-        activation_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), relu2, BLOCK)
+        word = next(word for word in (16, 1) if x.numel() % word == 0)
+        activation_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), word, relu2, BLOCK)
     return out
 
 

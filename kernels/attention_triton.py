@@ -358,7 +358,8 @@ def launch_attention(
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "SPLIT_TOKENS": split_tokens,
     }
-    tiles = {"KV_BLOCK": kv_block_tokens, "KEY_TILE": key_tile, "TILE_ROWS": tile_rows, "num_warps": 4, "num_stages": 2}
+    tiles = {"KV_BLOCK": kv_block_tokens, "KEY_TILE": key_tile, "TILE_ROWS": tile_rows, "num_stages": 2}
+    tiles["num_warps"] = num_warps(head_dim, query.element_size())
     if not by_split:
         attention_rows_kernel[(num_rows, kv_heads, triton.cdiv(rows.max_query_len, tile_rows // group))](
             out, query, key_cache, value_cache, *tables, query.stride(0), table_width, rows.first_key, scale_log2,
@@ -376,6 +377,11 @@ def launch_attention(
         **shape, MERGE_ROWS=MERGE_ROWS, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def num_warps(head_dim: int, number_bytes: int) -> int:
+    """Of a program that attends: the sums of wide heads need the registers of more. From the shape of a head alone."""
+    return 8 if head_dim > 128 and number_bytes == 2 else 4
 
 
 def split_workspace(

@@ -101,16 +101,15 @@ def _linear_on_gpu(
     activation: str | None,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    num_rows, shape = x.shape[0], (*weight.shape, weight.dtype)
-    library_rows = 0
-    if out_dtype is None and not torch.cuda.is_current_stream_capturing():  # the check did not try it captured
+    num_rows, shape, relu2 = x.shape[0], (*weight.shape, weight.dtype), activation == "relu2"
+    library_rows = 0  # the kernel squares as it stores; the library was not tried captured
+    if out_dtype is None and not relu2 and not torch.cuda.is_current_stream_capturing():
         library_rows = _library_row_count(num_rows, shape)
     if library_rows:
         out = torch.mm(_pad_rows(x, library_rows), weight)[:num_rows]
         out = out if bias is None else out.add_(bias)
     else:
         tiles = tiles_for(num_rows, *shape, one_family=True) if shape in _run_by_blocks else None
-        relu2 = activation == "relu2"
         out = linear_on_gpu(x, weight, bias, relu2=relu2, out_dtype=out_dtype, tiles=tiles)
         if relu2:
             return out
@@ -174,7 +173,7 @@ def _pieces(num_rows: int) -> list[tuple[int, int]]:
 
 
 def _is_invariant(k: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
-    x, weight = _hard_inputs(MAX_ROWS, k, n, device)
+    x, weight = hard_inputs(MAX_ROWS, k, n, device)
     x, weight = x.to(dtype), weight.to(dtype)
     want = linear(x, weight)
     most = torch.get_num_threads()
@@ -195,7 +194,7 @@ def _is_invariant_on_gpu(k: int, n: int, dtype: torch.dtype, device: torch.devic
     tile_counters(device)
     num_columns, num_rows = n if n < 1024 else 512 + n % 512, 1024
     one_family, segments = (k, n, dtype) in _run_by_blocks, segments_of(k, n)
-    x, weight = _hard_inputs(num_rows, k, num_columns, device)
+    x, weight = hard_inputs(num_rows, k, num_columns, device)
     x, weight = x.to(dtype), weight.to(dtype)
 
     def run(rows: torch.Tensor) -> torch.Tensor:
@@ -210,7 +209,7 @@ def _is_invariant_on_gpu(k: int, n: int, dtype: torch.dtype, device: torch.devic
     return True
 
 
-def _hard_inputs(num_rows: int, k: int, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def hard_inputs(num_rows: int, k: int, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """x [num_rows, k] and a weight [k, n], fp32, whose products spread widely; the second half of K nearly cancels."""
     seed, half = 2 * (k * 1_000_003 + n), k // 2
     x, weight = _hard_values(num_rows, k, seed, device), _hard_values(k, n, seed + 1, device)

@@ -61,7 +61,7 @@ def scan_inputs_kernel(
 
 
 @triton.jit
-def _load_quarters(p, mask, o_i, D_STATE: tl.constexpr, BLOCK_I: tl.constexpr):
+def load_quarters(p, mask, o_i, D_STATE: tl.constexpr, BLOCK_I: tl.constexpr):
     """Elements j * BLOCK_I + i of a state row, by quarter j."""
     b_0 = tl.load(p, mask=mask & (o_i < D_STATE), other=0.0).to(tl.float32)
     b_1 = tl.load(p + BLOCK_I, mask=mask & (o_i < D_STATE - BLOCK_I), other=0.0).to(tl.float32)
@@ -71,7 +71,7 @@ def _load_quarters(p, mask, o_i, D_STATE: tl.constexpr, BLOCK_I: tl.constexpr):
 
 
 @triton.jit
-def _store_quarters(p, mask, o_i, b_0, b_1, b_2, b_3, D_STATE: tl.constexpr, BLOCK_I: tl.constexpr):
+def store_quarters(p, mask, o_i, b_0, b_1, b_2, b_3, D_STATE: tl.constexpr, BLOCK_I: tl.constexpr):
     tl.store(p, b_0.to(p.dtype.element_ty), mask=mask & (o_i < D_STATE))
     tl.store(p + BLOCK_I, b_1.to(p.dtype.element_ty), mask=mask & (o_i < D_STATE - BLOCK_I))
     tl.store(p + 2 * BLOCK_I, b_2.to(p.dtype.element_ty), mask=mask & (o_i < D_STATE - 2 * BLOCK_I))
@@ -89,8 +89,8 @@ def _token_inputs(
     b_x = tl.load(p_x + token * X_STRIDE, mask=o_p < HEAD_DIM, other=0.0).to(tl.float32)
     dt, decay = tl.load(p_dt + token * NUM_HEADS), tl.load(p_decay + token * NUM_HEADS)
     p_B += token * (2 * BC_WIDTH)
-    b_B0, b_B1, b_B2, b_B3 = _load_quarters(p_B, o_i < D_STATE, o_i, D_STATE, BLOCK_I)
-    b_C0, b_C1, b_C2, b_C3 = _load_quarters(p_B + BC_WIDTH, o_i < D_STATE, o_i, D_STATE, BLOCK_I)
+    b_B0, b_B1, b_B2, b_B3 = load_quarters(p_B, o_i < D_STATE, o_i, D_STATE, BLOCK_I)
+    b_C0, b_C1, b_C2, b_C3 = load_quarters(p_B + BC_WIDTH, o_i < D_STATE, o_i, D_STATE, BLOCK_I)
     return b_x, dt, decay, b_B0, b_B1, b_B2, b_B3, b_C0, b_C1, b_C2, b_C3
 
 
@@ -157,7 +157,7 @@ def mamba2_scan_kernel(
         p_head = p_temporal_state + i_head.to(tl.int64) * (HEAD_DIM * D_STATE) + o_p[:, None] * D_STATE + o_n
         D, block, last = tl.load(p_D + i_head), tl.load(p_temporal_block + i_row), num_tokens - 1
         found = o_p < tl.where(block >= 0, HEAD_DIM, 0)
-        b_h0, b_h1, b_h2, b_h3 = _load_quarters(
+        b_h0, b_h1, b_h2, b_h3 = load_quarters(
             p_head + block.to(tl.int64) * STATE_SIZE, found[:, None], o_n, D_STATE, BLOCK_I
         )
         a_x, a_dt, a_decay, a_B0, a_B1, a_B2, a_B3, a_C0, a_C1, a_C2, a_C3 = _token_inputs(
@@ -175,7 +175,7 @@ def mamba2_scan_kernel(
                 p_y += Y_STRIDE
             if b_kept >= 0:
                 p_kept = p_head + b_kept.to(tl.int64) * STATE_SIZE
-                _store_quarters(p_kept, mask, o_n, b_h0, b_h1, b_h2, b_h3, D_STATE, BLOCK_I)
+                store_quarters(p_kept, mask, o_n, b_h0, b_h1, b_h2, b_h3, D_STATE, BLOCK_I)
             b_h0, b_h1, b_h2, b_h3, b_y = _step(
                 b_h0, b_h1, b_h2, b_h3, a_x, a_dt, a_decay, a_B0, a_B1, a_B2, a_B3, a_C0, a_C1, a_C2, a_C3, D,
                 STATE_DTYPE,
@@ -191,7 +191,7 @@ def mamba2_scan_kernel(
             p_y += Y_STRIDE
             if a_kept >= 0:
                 p_kept = p_head + a_kept.to(tl.int64) * STATE_SIZE
-                _store_quarters(p_kept, mask, o_n, b_h0, b_h1, b_h2, b_h3, D_STATE, BLOCK_I)
+                store_quarters(p_kept, mask, o_n, b_h0, b_h1, b_h2, b_h3, D_STATE, BLOCK_I)
             b_h0, b_h1, b_h2, b_h3, b_y = _step(
                 b_h0, b_h1, b_h2, b_h3, b_x, b_dt, b_decay, b_B0, b_B1, b_B2, b_B3, b_C0, b_C1, b_C2, b_C3, D,
                 STATE_DTYPE,
@@ -201,7 +201,7 @@ def mamba2_scan_kernel(
             tl.store(p_y, b_y, mask=p_mask)
         if b_kept >= 0:
             p_kept = p_head + b_kept.to(tl.int64) * STATE_SIZE
-            _store_quarters(p_kept, mask, o_n, b_h0, b_h1, b_h2, b_h3, D_STATE, BLOCK_I)
+            store_quarters(p_kept, mask, o_n, b_h0, b_h1, b_h2, b_h3, D_STATE, BLOCK_I)
 
 
 def mamba2_scan_varlen_reference(

@@ -61,6 +61,19 @@ def _gated_piece(
     return gated.mul_(weight).to(gate.dtype)
 
 
+def rms_norm_then_gate(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """rms_norm(x) of each head by itself, times silu(gate).
+
+    x [T, heads, width] fp32 (what a scan leaves); gate [T, heads * width], rows may be apart; weight [width] fp32, of
+    every head. Returns [T, heads * width] in the dtype of gate.
+    """
+    if x.is_cuda:
+        return rms_norm_then_gate_on_gpu(x, gate, weight, eps)
+    gate32 = gate.float()
+    normed = F.rms_norm(x, x.shape[2:], weight, eps).view(gate.shape)
+    return normed.mul_(gate32).div_(gate32.neg().exp_().add_(1.0)).to(gate.dtype)
+
+
 @triton.jit(do_not_specialize=["x_stride", "residual_stride", "residual_width"])
 def rms_norm_kernel(
     p_x,
@@ -157,6 +170,38 @@ def rms_norm_gated_on_gpu(
         rms_norm_gated_kernel[(num_rows, width // group_width)](
             x, gate, weight, out, x.stride(0), gate.stride(0), eps,
             WIDTH=group_width, BLOCK=block, WORD=word, num_warps=min(8, max(1, block // 256)),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["gate_stride"])
+def rms_norm_then_gate_kernel(
+    p_x, p_gate, p_weight, p_out, gate_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr
+):  # fmt: skip
+    """out = weight * (x * rsqrt(mean(x^2 of its head) + eps)) * silu(gate), rounded to the dtype of gate.
+
+    Grid: (rows, heads); a program owns the WIDTH channels of one head of a row.
+    Reads x (fp32), gate, weight; writes out. fp32. WORD divides the stride of the gate.
+    """
+    i_row, i_head, o_d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    is_d, o_channel = o_d < WIDTH, i_head * WIDTH + o_d
+    o_out = i_row * (tl.num_programs(1) * WIDTH) + o_channel
+    b_x = tl.load(p_x + o_out, mask=is_d, other=0.0)
+    b_gate = tl.load(p_gate + i_row * (gate_stride // WORD * WORD) + o_channel, mask=is_d, other=0.0)
+    b_out = tl.load(p_weight + o_d, mask=is_d, other=0.0) * (b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / WIDTH + eps))
+    tl.store(p_out + o_out, (b_out * silu_of(b_gate.to(tl.float32))).to(p_out.dtype.element_ty), mask=is_d)
+
+
+def rms_norm_then_gate_on_gpu(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The kernel behind `rms_norm_then_gate`."""
+    num_rows, num_heads, width = x.shape
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
+    word = _word(gate, width)
+    gate, block = _aligned_rows(gate, word), triton.next_power_of_2(width)
+    if num_rows:
+        rms_norm_then_gate_kernel[(num_rows, num_heads)](
+            x.contiguous(), gate, weight, out, gate.stride(0), eps,
+            WIDTH=width, BLOCK=block, WORD=word, num_warps=min(8, max(1, block // 256)),
         )  # fmt: skip
     return out
 

@@ -140,9 +140,7 @@ class Bench:
         decided = (ctx.precopy_src_col_buf.gpu, ctx.precopy_token_bias_buf.gpu, *lists)
 
         def step() -> None:
-            preprocess_mamba_align_fused(
-                self.idx_mapping, q, n, column, ctx.num_accepted, *decided, rows, BLOCK_TOKENS
-            )
+            preprocess_mamba_align_fused(self.idx_mapping, q, n, column, ctx.num_accepted, *decided, rows, BLOCK_TOKENS)
             ctx.run_fused_precopy(rows, idx_mapping=self.idx_mapping)
 
         return graph_times([step] * LAUNCHES, self.replays)

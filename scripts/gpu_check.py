@@ -32,6 +32,7 @@ BIG = "scripts/bench_models/nemotron-h-8b-like"
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header")
 SERVE = ("scripts/bench_serving.py", BIG, "--load-format", "dummy", "--spec-tokens", "3", "--spec-acceptance", "2.4")
 BATCHES = ("--concurrency", "1", "8", "32", "64")
+FAMILIES = "worker/tests/test_families_on_gpu.py"
 KILL_SECONDS = 10.0  # that a part has to leave once told to
 
 
@@ -50,7 +51,13 @@ class Part:
 
 
 PARTS = (
-    Part("tests", 420, (*PYTEST, "kernels/tests", "worker/tests"), ("msgspec", "pytest", "hypothesis")),
+    Part(
+        "tests",
+        420,
+        (*PYTEST, "kernels/tests", "worker/tests", f"--ignore={FAMILIES}"),
+        ("msgspec", "pytest", "hypothesis"),
+    ),
+    Part("families", 580, (*PYTEST, FAMILIES), ("msgspec", "pytest", "transformers")),
     Part(
         "e2e",
         540,

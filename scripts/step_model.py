@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from mambalign.worker.models.loader import DummyWeights
-from mambalign.worker.models.nemotron_h import NemotronH
 from mambalign.worker.models.registry import family_of
 from mambalign.worker.state_cache import StateSpec, bytes_per_kv_block, bytes_per_state
 
@@ -44,9 +43,9 @@ class StepModel:
     @classmethod
     def of(cls, path: Path, dtype: torch.dtype, num_spec_tokens: int) -> "StepModel":
         """Read `path/config.json`; no weight. Temporal states are fp32, drafts the MTP head's."""
-        _, config = family_of(path)
-        model = NemotronH(config, DummyWeights(dtype, "meta", config.tie_word_embeddings))
-        layers = sum(linear.weight.numel() for block in model.blocks for linear in block.mixer.linears())
+        family, config = family_of(path)
+        model = family(config, DummyWeights(dtype, "meta", config.tie_word_embeddings))
+        layers = sum(linear.weight.numel() for block in model.blocks for linear in block.linears())
         head = model.head_weight.numel()
         drafts = num_spec_tokens > 0 and model.has_mtp
         drafter = sum(weight.numel() for weight in model.linear_weights()) - layers - head if drafts else 0
@@ -56,7 +55,7 @@ class StepModel:
 
         def state_bytes(kind: str) -> int:
             of_kind: list[StateSpec] = [spec for spec in specs if spec.kind == kind]
-            return bytes_per_state(of_kind, config.conv_kernel, num_spec_tokens)
+            return bytes_per_state(of_kind, config.conv_width, num_spec_tokens)
 
         return cls(
             layer_params=layers,

@@ -12,6 +12,7 @@ import torch
 
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.rows import MambaRows
+from mambalign.kernels.step_addresses import state_blocks, token_slots
 from mambalign.worker.batch import ScheduledRow
 from mambalign.worker.state_cache import StateCache
 
@@ -128,22 +129,22 @@ class ForwardBatch:
 def forward_batch(rows: StepRows, cache: StateCache) -> ForwardBatch:
     """Addresses of a step (DESIGN section 2): what each row reads, and where each token leaves its state."""
     layout = rows.layout
-    row, offset = layout.row_of_token, layout.offset_of_token
-    is_inert = offset >= layout.query_len[row]
-    positions = rows.num_computed[row] + offset
-    running = rows.running_column.long()[:, None]
-    running_block = rows.mamba_table.gather(1, running)
-    live_column = running + (rows.num_accepted - 1).clamp(min=0)[:, None]  # an inert row's count is 0
-    live_block = rows.mamba_table.gather(1, live_column)
-    last_column = rows.mamba_table.shape[1] - 1
-    left_in = rows.mamba_table[row, (running[row, 0] + offset).clamp_(max=last_column)]  # by a decode row's token
-    is_last = offset == layout.query_len[row] - 1
-    of_prefill = torch.where(is_last, running_block[row, 0], layout.boundary_block)
-    state_block = torch.where(layout.is_decode[row] != 0, left_in, of_prefill).masked_fill_(is_inert, NO_BLOCK)
+    tokens = (layout.row_of_token, layout.offset_of_token)
+    positions, slots = token_slots(*tokens, rows.num_computed, layout.query_len, layout.kv_table, cache.kv_block_tokens)
+    state_block, conv_block, temporal_block = state_blocks(
+        *tokens,
+        layout.boundary_block,
+        layout.query_len,
+        layout.is_decode,
+        rows.num_computed,
+        rows.running_column,
+        rows.num_accepted,
+        rows.mamba_table,
+    )
     return ForwardBatch(
         token_ids=rows.token_ids.clamp(min=0),  # a draft may be missing: what it computes is not accepted
         positions=positions,
-        slot_mapping=slots_of(layout.kv_table, row, positions, is_inert, cache),
+        slot_mapping=slots,
         attention=AttentionRows(
             query_start=layout.query_start,
             query_len=layout.query_len,
@@ -156,21 +157,12 @@ def forward_batch(rows: StepRows, cache: StateCache) -> ForwardBatch:
         mamba=MambaRows(
             query_start=layout.query_start,
             query_len=layout.query_len,
-            conv_block=running_block[:, 0],
+            conv_block=conv_block,
             conv_offset=rows.num_accepted - 1,
-            temporal_block=live_block[:, 0].masked_fill(rows.num_computed == 0, NO_BLOCK),
+            temporal_block=temporal_block,
             is_decode=layout.is_decode,
-            state_block=state_block.int(),
+            state_block=state_block,
             max_query_len=layout.max_query_len,
             all_decode=layout.all_decode,
         ),
     )
-
-
-def slots_of(
-    kv_table: torch.Tensor, row: torch.Tensor, positions: torch.Tensor, is_inert: torch.Tensor, cache: StateCache
-) -> torch.Tensor:
-    """KV slots int64 [T] of positions [T] of rows [T]; -1 for inert tokens."""
-    size = cache.kv_block_tokens
-    column = (positions // size).clamp_(max=kv_table.shape[1] - 1)
-    return (kv_table[row, column] * size + positions % size).long().masked_fill_(is_inert, -1)

@@ -12,7 +12,8 @@ import torch
 
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.sampling import argmax_rows
-from mambalign.worker.forward_batch import NO_TOKEN, StepRows, slots_of
+from mambalign.kernels.step_addresses import token_slots
+from mambalign.worker.forward_batch import NO_TOKEN, StepRows
 from mambalign.worker.state_cache import StateCache
 
 FIRST_KEY = 1  # slot 0 is empty
@@ -48,7 +49,8 @@ class MtpProposer:
         layout, resumed = rows.layout, rows.layout.resumed
         carry = self.cache.carry[temporal_block[resumed]]
         token_ids = rows.token_ids[layout.query_start[resumed]]
-        self._one_token_each(carry, token_ids, layout.kv_table[resumed], rows.num_computed[resumed], None)
+        position = rows.num_computed[resumed]
+        self._one_token_each(carry, token_ids, layout.kv_table[resumed], position, torch.ones_like(position))
 
     def propose(
         self, rows: StepRows, hidden: torch.Tensor, next_ids: torch.Tensor, num_final: torch.Tensor
@@ -60,31 +62,31 @@ class MtpProposer:
         """
         layout, row = rows.layout, rows.layout.row_of_token
         first = rows.num_computed + 1  # the position of the token after the row's first
-        positions = first[row] + layout.offset_of_token
-        is_inert = layout.offset_of_token >= num_final[row]
+        positions, slots = token_slots(
+            row, layout.offset_of_token, first, num_final, layout.kv_table, self.cache.kv_block_tokens
+        )
         attention = self._attention(layout.query_start, num_final, first, layout.kv_table, layout.max_query_len)
-        slots = slots_of(layout.kv_table, row, positions, is_inert, self.cache)
         hidden = self.model.mtp_forward(hidden, next_ids, positions, slots, attention, self.cache)
         drafts = torch.full((layout.num_rows, self.num_spec_tokens), NO_TOKEN, device=hidden.device)
         if not layout.num_samples:
             return drafts
         last = layout.query_start + (num_final - 1).clamp_(min=0)
-        position, table, has_tokens = first + num_final, layout.kv_table, num_final > 0
+        position, table, query_len = first + num_final, layout.kv_table, num_final.clamp(max=1)
         drafting = layout.drafting
         if len(drafting) < layout.num_rows:
-            last, position, table, has_tokens = (t[drafting] for t in (last, position, table, has_tokens))
-        steps = self._feed_back(hidden.index_select(0, last), position, table, has_tokens)
+            last, position, table, query_len = (t[drafting] for t in (last, position, table, query_len))
+        steps = self._feed_back(hidden.index_select(0, last), table, position, query_len)
         if len(drafting) < layout.num_rows:
             return drafts.index_copy_(0, drafting, steps)
         return steps
 
     def _feed_back(
-        self, hidden: torch.Tensor, position: torch.Tensor, kv_table: torch.Tensor, has_tokens: torch.Tensor
+        self, hidden: torch.Tensor, kv_table: torch.Tensor, position: torch.Tensor, query_len: torch.Tensor
     ) -> torch.Tensor:
         """Greedy drafts int64 [D, S] from the head's output [D, hidden] at each row's last filled slot."""
         steps = [argmax_rows(self.model.mtp_logits(hidden))]
         for _ in range(self.num_spec_tokens - 1):
-            hidden = self._one_token_each(hidden, steps[-1], kv_table, position, has_tokens)
+            hidden = self._one_token_each(hidden, steps[-1], kv_table, position, query_len)
             steps.append(argmax_rows(self.model.mtp_logits(hidden)))
             position = position + 1
         return torch.stack(steps, dim=1)
@@ -95,14 +97,13 @@ class MtpProposer:
         token_ids: torch.Tensor,
         kv_table: torch.Tensor,
         position: torch.Tensor,
-        has_tokens: torch.Tensor | None,
+        query_len: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the head over one token of each row, at `position` int32 [D]; rows without tokens write nothing."""
-        row = torch.arange(len(position), device=position.device)
-        query_len = torch.ones_like(position) if has_tokens is None else has_tokens.int()
-        slots = slots_of(kv_table, row, position, query_len == 0, self.cache)
-        attention = self._attention(row.int(), query_len, position, kv_table, 1)
-        return self.model.mtp_forward(prev_hidden, token_ids, position.long(), slots, attention, self.cache)
+        """Run the head over one token of each row, at `position` int32 [D]; rows of query_len 0 write nothing."""
+        query_start = torch.arange(len(position), dtype=torch.int32, device=position.device)
+        positions, slots = token_slots(None, None, position, query_len, kv_table, self.cache.kv_block_tokens)
+        attention = self._attention(query_start, query_len, position, kv_table, 1)
+        return self.model.mtp_forward(prev_hidden, token_ids, positions, slots, attention, self.cache)
 
     def _attention(self, query_start, query_len, context_len, kv_table, max_query_len: int) -> AttentionRows:
         return AttentionRows(

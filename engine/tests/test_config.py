@@ -1,5 +1,6 @@
 """Options: each wrong value is refused with a text that names it; auto values resolve as documented."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,6 +141,31 @@ def test_facts_of_a_nested_config(tmp_path: Path) -> None:
     facts = read_facts(str(tmp_path), tmp_path)
     assert (facts.name, facts.max_model_len, facts.vocab_size) == (tmp_path.name, 64, 8)
     assert (facts.dtype, facts.num_mtp_layers, facts.is_default) == ("bfloat16", 1, False)
+
+
+@pytest.mark.parametrize(
+    ("said", "names", "num_layers"),
+    [
+        (None, ["model.norm.weight", "mtp.layers.0.norm.weight", "mtp.fc.weight"], 1),
+        (2, ["mtp.layers.0.norm.weight"], 2),
+        (1, ["model.norm.weight"], 0),
+        (1, [], 1),
+        (None, [], 0),
+    ],
+)
+def test_the_names_of_the_weights_tell_whether_there_is_a_head(
+    tmp_path: Path, said: int | None, names: list[str], num_layers: int
+) -> None:
+    config = {"vocab_size": 8, "max_position_embeddings": 64, "num_nextn_predict_layers": said}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if names:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "a")}))
+    assert read_facts(str(tmp_path), tmp_path).num_mtp_layers == num_layers
+    if names:
+        (tmp_path / "model.safetensors.index.json").unlink()
+        header = json.dumps({"__metadata__": {}} | {name: {} for name in names}).encode()
+        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        assert read_facts(str(tmp_path), tmp_path).num_mtp_layers == num_layers
 
 
 @pytest.mark.parametrize("option", ["--spec-acceptance=2.0", "--load-format=dummy"])

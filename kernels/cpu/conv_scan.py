@@ -45,9 +45,9 @@ def causal_conv1d(
     num_tokens, dim = x.shape
     bias = torch.zeros(dim, dtype=torch.float32) if bias is None else bias
     y, slots_first = torch.empty(num_tokens, dim, dtype=torch.float32), layout == "SD"
-    arguments = (_address(x), x.stride(0), conv_state.data_ptr(), *conv_state.shape, slots_first)
-    arguments += (weight.data_ptr(), weight.shape[0], bias.data_ptr(), y.data_ptr(), num_tokens, *_row_addresses(rows))
-    _share(lambda first, last: _conv(*arguments, first, last), dim, num_tokens * dim * CHANNEL_COST, LANES)
+    arguments = (address_of(x), x.stride(0), conv_state.data_ptr(), *conv_state.shape, slots_first)
+    arguments += (weight.data_ptr(), weight.shape[0], bias.data_ptr(), y.data_ptr(), num_tokens, *row_addresses(rows))
+    share(lambda first, last: _conv(*arguments, first, last), dim, num_tokens * dim * CHANNEL_COST, LANES)
     return y
 
 
@@ -80,16 +80,16 @@ def mamba2_scan(
     num_tokens, num_heads, head_dim = x.shape
     num_groups, d_state = B.shape[1:]
     y = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.float32)
-    arguments = (_address(x), x.stride(0), _address(dt_raw), dt_raw.stride(0))
-    arguments += (_address(B), B.stride(0), _address(C), C.stride(0))
+    arguments = (address_of(x), x.stride(0), address_of(dt_raw), dt_raw.stride(0))
+    arguments += (address_of(B), B.stride(0), address_of(C), C.stride(0))
     arguments += (A.data_ptr(), D.data_ptr(), dt_bias.data_ptr(), dt_min)
     arguments += (temporal_state.data_ptr(), len(temporal_state), y.data_ptr(), num_tokens)
-    arguments += (num_heads, head_dim, num_groups, d_state, *_row_addresses(rows))
-    _share(lambda first, last: _scan(*arguments, first, last), num_heads, y.numel() * d_state)
+    arguments += (num_heads, head_dim, num_groups, d_state, *row_addresses(rows))
+    share(lambda first, last: _scan(*arguments, first, last), num_heads, y.numel() * d_state)
     return y
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor) -> int:
     """Of the first element of a view whose tokens may lie further apart than they are wide; each is dense."""
     shape, strides = tensor.shape, tensor.stride()
     dense = strides[-1] == 1 and (len(shape) != 3 or shape[1] == 1 or strides[1] == shape[2])
@@ -97,13 +97,13 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
-def _row_addresses(rows: MambaRows) -> tuple[int, ...]:
+def row_addresses(rows: MambaRows) -> tuple[int, ...]:
     fields = (rows.query_start, rows.query_len, rows.conv_block, rows.conv_offset)
     fields += (rows.temporal_block, rows.is_decode, rows.state_block)
     return (*(field.data_ptr() for field in fields), len(rows.query_start))
 
 
-def _share(run: Callable[[int, int], None], width: int, work: int, unit: int = 1) -> None:
+def share(run: Callable[[int, int], None], width: int, work: int, unit: int = 1) -> None:
     """run(first, last) over 0 .. width, by several threads when it is worth their start."""
     threads = torch.get_num_threads() if work > SHARED_ABOVE else 1
     step = -(-width // (threads * unit)) * unit
@@ -153,7 +153,7 @@ def _silu(x, out):
 
 
 @njit
-def _copy(out, values):
+def copy_values(out, values):
     for i in range(out.shape[0]):
         out[i] = values[i]
 
@@ -177,9 +177,9 @@ def _leave(conv_state, slots_first, block, first, old, inputs, stride, oldest, c
     for slot in range(count):
         values = _input(old, inputs, stride, oldest + slot)
         if slots_first:
-            _copy(conv_state[block, slot, first:last], values)
+            copy_values(conv_state[block, slot, first:last], values)
         else:
-            _copy(conv_state[block, first:last, slot], values)
+            copy_values(conv_state[block, first:last, slot], values)
 
 
 @njit(f"void({ints(6)}, boolean, {ints(15)})", cache=True, nogil=True)
@@ -208,12 +208,12 @@ def _conv(
             if temporal_block[row] < 0:
                 old[i] = np.float32(0.0)
             elif slots_first:
-                _copy(old[i], conv_state[block, slot, first:last])
+                copy_values(old[i], conv_state[block, slot, first:last])
             else:
-                _copy(old[i], conv_state[block, first:last, slot])
+                copy_values(old[i], conv_state[block, first:last, slot])
 
         for i in range(num_inputs):
-            _copy(sums, bias[first:last])
+            copy_values(sums, bias[first:last])
             for tap in range(conv_width):
                 _multiply_add(sums, weight[tap, first:last], _input(old, inputs, stride, i - window + tap))
             _silu(sums, y[start + i, first:last])
@@ -227,22 +227,22 @@ def _conv(
 
 
 @njit
-def _read_state(state, memory, place, head_dim, d_state):
+def read_state(state, memory, place, head_dim, d_state):
     """state [rows, lanes], larger than [head_dim, d_state] when that is odd, = what lies at `place`."""
     if state.shape[1] == d_state:
-        _copy(state.reshape(-1)[: head_dim * d_state], memory[place : place + head_dim * d_state])
+        copy_values(state.reshape(-1)[: head_dim * d_state], memory[place : place + head_dim * d_state])
     else:
         for p in range(head_dim):
-            _copy(state[p, :d_state], memory[place + p * d_state : place + (p + 1) * d_state])
+            copy_values(state[p, :d_state], memory[place + p * d_state : place + (p + 1) * d_state])
 
 
 @njit
-def _leave_state(state, memory, place, head_dim, d_state):
+def leave_state(state, memory, place, head_dim, d_state):
     if state.shape[1] == d_state:
-        _copy(memory[place : place + head_dim * d_state], state.reshape(-1)[: head_dim * d_state])
+        copy_values(memory[place : place + head_dim * d_state], state.reshape(-1)[: head_dim * d_state])
     else:
         for p in range(head_dim):
-            _copy(memory[place + p * d_state : place + (p + 1) * d_state], state[p, :d_state])
+            copy_values(memory[place + p * d_state : place + (p + 1) * d_state], state[p, :d_state])
 
 
 @njit(f"void({ints(11)}, float32, {ints(18)})", cache=True, nogil=True)
@@ -275,7 +275,7 @@ def _scan(
             state[:] = np.float32(0.0)
             if temporal_block[row] >= 0:
                 place = (np.int64(temporal_block[row]) * num_heads + head) * size
-                _read_state(state, temporal_state, place, head_dim, d_state)
+                read_state(state, temporal_state, place, head_dim, d_state)
             for token in range(start, stop):
                 dt = dt_raw[token * dt_stride + head] + dt_bias[head]
                 if dt <= LINEAR_ABOVE:
@@ -283,14 +283,14 @@ def _scan(
                 dt = max(dt, dt_min)
                 decay = math.exp(dt * A[head])
                 at = token * B_stride + group * d_state
-                _copy(b_B[:d_state], B[at : at + d_state])
+                copy_values(b_B[:d_state], B[at : at + d_state])
                 at = token * C_stride + group * d_state
-                _copy(b_C[:d_state], C[at : at + d_state])
+                copy_values(b_C[:d_state], C[at : at + d_state])
                 at = token * x_stride + head * head_dim
-                _copy(b_x[:head_dim], x[at : at + head_dim])
+                copy_values(b_x[:head_dim], x[at : at + head_dim])
                 for quad in range(num_quads):
                     scan_four_rows(flat_state, b_B, b_C, b_x, b_y, quad * ROWS, num_chunks, decay, dt, D[head])
-                _copy(y[token, head], b_y[:head_dim])
+                copy_values(y[token, head], b_y[:head_dim])
                 if state_block[token] >= 0:
                     place = (np.int64(state_block[token]) * num_heads + head) * size
-                    _leave_state(state, temporal_state, place, head_dim, d_state)
+                    leave_state(state, temporal_state, place, head_dim, d_state)

@@ -1,4 +1,4 @@
-"""Compiles the linear, norm, activation and sampling kernels for an H100 or H200, on any machine; prints JSON.
+"""Compiles the kernels of products, experts, norms, gates, positions and sampling for an H100 or H200; prints JSON.
 
 Sizes of an 8B Nemotron-H in bf16 and of the small fp32 model. A process of its own: a kernel that the interpreter runs
 cannot be compiled.
@@ -12,7 +12,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mambalign.kernels import activation, rms_norm, sampling
+from mambalign.kernels import (
+    activation,
+    combine_experts,
+    expert_routing,
+    grouped_linear,
+    head_norm,
+    rms_norm,
+    rotary,
+    sampling,
+    sigmoid_mul,
+    silu_mul,
+)
 from mambalign.kernels.linear_triton import GROUP_M, WORD_BYTES, linear_kernel, segments_of, tiles_for
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -81,6 +92,27 @@ def compile_gated(width: int, dtype: torch.dtype):
     return compile_kernel(rms_norm.rms_norm_gated_kernel, types, constants, num_warps=min(8, max(1, block // 256)))
 
 
+def compile_then_gate(width: int, dtype: torch.dtype):
+    block, name = triton.next_power_of_2(width), f"*{NAMES[dtype]}"
+    types = {"p_x": "*fp32", "p_gate": name, "p_out": name, "p_weight": "*fp32", "eps": "fp32"}
+    constants = {"WIDTH": width, "BLOCK": block, "WORD": WORD_BYTES // dtype.itemsize}
+    return compile_kernel(rms_norm.rms_norm_then_gate_kernel, types, constants, num_warps=max(1, block // 256))
+
+
+def compile_head_norm(num_heads: int, head_dim: int, dtype: torch.dtype):
+    name = f"*{NAMES[dtype]}"
+    types = {"p_query": name, "p_key": name, "p_q_weight": "*fp32", "p_k_weight": "*fp32", "eps": "fp32"}
+    constants = {"HEADS": num_heads, "D": head_dim, "BLOCK": triton.next_power_of_2(head_dim)}
+    constants["WORD"] = WORD_BYTES // dtype.itemsize
+    return compile_kernel(head_norm.head_norm_kernel, types, constants, num_warps=1)
+
+
+def compile_sigmoid_mul():
+    types = dict.fromkeys(("p_x", "p_gate", "p_out"), "*bf16")
+    constants = {"X_STRIDE": 4096, "GATE_STRIDE": 10240, "WIDTH": 4096, "BLOCK": sigmoid_mul.BLOCK}
+    return compile_kernel(sigmoid_mul.sigmoid_mul_kernel, types, constants)
+
+
 def compile_sampling(which: str):
     if which == "argmax":
         types = {"p_logits": "*fp32", "p_value": "*fp32", "p_index": "*i32"}
@@ -95,7 +127,73 @@ def compile_sampling(which: str):
 
 def compile_activation(relu2: bool):
     types = {"p_x": "*bf16", "p_out": "*bf16"}
-    return compile_kernel(activation.activation_kernel, types, {"RELU2": relu2, "BLOCK": activation.BLOCK})
+    return compile_kernel(activation.activation_kernel, types, {"WORD": 16, "RELU2": relu2, "BLOCK": activation.BLOCK})
+
+
+def compile_rotary(num_heads: int, kv_heads: int, head_dim: int, half: int, dtype: torch.dtype):
+    name, power = f"*{NAMES[dtype]}", triton.next_power_of_2
+    types = {"p_query": name, "p_key": name, "p_positions": "*i64", "p_table": "*fp32"}
+    stride = (num_heads + 2 * kv_heads) * head_dim
+    constants = {"Q_STRIDE": stride, "K_STRIDE": stride, "NUM_HEADS": num_heads, "KV_HEADS": kv_heads}
+    constants |= {"HEAD_DIM": head_dim, "HALF": half}
+    constants |= {"BLOCK_H": power(num_heads), "BLOCK_KV": power(kv_heads), "BLOCK_J": power(half)}
+    return compile_kernel(rotary.rotary_kernel, types, constants)
+
+
+def compile_silu_mul(dtype: torch.dtype, x_dtype: torch.dtype):
+    types = {"p_gate": f"*{NAMES[dtype]}", "p_x": f"*{NAMES[x_dtype]}", "p_out": f"*{NAMES[dtype]}"}
+    types |= {"gate_scale": "fp32", "scale": "fp32"}
+    return compile_kernel(silu_mul.silu_mul_kernel, types, {"BLOCK": silu_mul.BLOCK, "WORD": silu_mul.WORD})
+
+
+def compile_routing(num_experts: int, top_k: int, num_groups: int, sigmoid: bool):
+    types = {"p_logits": "*fp32", "p_bias": "*fp32", "p_ids": "*i32", "p_weights": "*fp32", "scale": "fp32"}
+    constants = {
+        "E": num_experts,
+        "TOP_K": top_k,
+        "NUM_GROUPS": num_groups,
+        "TOP_GROUPS": max(1, num_groups // 2),
+        "SIGMOID": sigmoid,
+        "NORMALISED": True,
+        "HAS_BIAS": sigmoid,
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "BLOCK_K": triton.next_power_of_2(top_k),
+        "BLOCK_G": triton.next_power_of_2(num_groups),
+    }
+    return compile_kernel(expert_routing.route_experts_kernel, types, constants, num_warps=1)
+
+
+def compile_sort():
+    types = dict.fromkeys(("p_ids", "p_order", "p_first"), "*i32")
+    return compile_kernel(expert_routing.sort_by_expert_kernel, types, {"BLOCK": expert_routing.SORT_BLOCK})
+
+
+def compile_grouped(num_pairs: int, num_experts: int, k: int, n: int, dtype: torch.dtype, up: bool, gated=False):
+    tiles, name = grouped_linear.tiles_for(num_pairs, num_experts, k, n, dtype), f"*{NAMES[dtype]}"
+    types = dict.fromkeys(("p_x", "p_weight", "p_out"), name) | {"p_order": "*i32", "p_first": "*i32"}
+    constants = {
+        "E": num_experts,
+        "K": k,
+        "N": n,
+        "TOP_K": 6,
+        "FROM_TOKENS": up,
+        "RELU2": up and not gated,
+        "GATED": gated,
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "GROUP_M": grouped_linear.GROUP_M,
+    }
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return compile_kernel(grouped_linear.grouped_linear_kernel, types, constants, **options)
+
+
+def compile_combine(width: int, top_k: int, shared: bool, gate: bool):
+    types = dict.fromkeys(("p_y", "p_shared", "p_gate", "p_out"), "*bf16") | {"p_weights": "*fp32"}
+    constants = {"D": width, "TOP_K": top_k, "HAS_SHARED": shared, "HAS_GATE": gate}
+    constants["BLOCK"] = combine_experts.BLOCK
+    return compile_kernel(combine_experts.combine_experts_kernel, types, constants)
 
 
 def main() -> None:
@@ -112,8 +210,31 @@ def main() -> None:
     cases |= {"linear odd": (compile_linear, 1, 37, 53, bf16)}
     cases |= {"norm": (compile_norm, 4096, bf16), "norm small": (compile_norm, 256, fp32)}
     cases |= {"gated": (compile_gated, 1024, bf16), "gated small": (compile_gated, 256, fp32)}
+    cases |= {"then gate": (compile_then_gate, 128, bf16), "head norm": (compile_head_norm, 16, 256, bf16)}
+    cases |= {"sigmoid_mul": (compile_sigmoid_mul,)}
     cases |= {which: (compile_sampling, which) for which in ("argmax", "merge", "accept")}
     cases |= {f"activation {relu2}": (compile_activation, relu2) for relu2 in (False, True)}
+    cases |= {"rotary": (compile_rotary, 32, 8, 128, 64, bf16), "rotary half": (compile_rotary, 6, 2, 33, 8, fp32)}
+    cases |= {"silu_mul": (compile_silu_mul, bf16, bf16), "silu_mul of a scan": (compile_silu_mul, bf16, fp32)}
+
+    cases |= {
+        "routing nano": (compile_routing, 128, 6, 1, True),
+        "routing super": (compile_routing, 512, 22, 1, True),
+        "routing groups": (compile_routing, 256, 8, 8, True),
+        "routing softmax": (compile_routing, 256, 8, 1, False),
+        "sort": (compile_sort,),
+        "combine": (compile_combine, 2688, 6, True, False),
+        "combine latent": (compile_combine, 1024, 22, False, False),
+        "combine gate": (compile_combine, 2048, 8, True, True),
+    }
+    for pairs in (4 * 6, 512 * 6, 8192 * 6):  # a token of the batch, all its tokens, a prompt
+        cases |= {
+            f"experts {pairs} nano up": (compile_grouped, pairs, 128, 2688, 1856, bf16, True),
+            f"experts {pairs} nano down": (compile_grouped, pairs, 128, 1856, 2688, bf16, False),
+            f"experts {pairs} super up": (compile_grouped, pairs, 512, 1024, 2688, bf16, True),
+            f"experts {pairs} gated": (compile_grouped, pairs, 256, 2048, 512, bf16, True, True),
+            f"experts {pairs} small": (compile_grouped, pairs, 8, 256, 96, fp32, True),
+        }
     kernels, failed = {}, {}
     for name, (function, *arguments) in cases.items():
         try:

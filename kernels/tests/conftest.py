@@ -15,14 +15,22 @@ INTERPRET = "TRITON_INTERPRET"
 KERNEL_MODULES = (
     "activation",
     "batch_memcpy",
+    "combine_experts",
+    "expert_routing",
+    "grouped_linear",
+    "head_norm",
     "linear_triton",
     "mamba_state_copy",
     "postprocess_mamba",
     "precopy_mamba_align",
     "preprocess_mamba_align",
     "rms_norm",
+    "rotary",
     "sampling",
     "scatter_rows",
+    "sigmoid_mul",
+    "silu_mul",
+    "step_addresses",
 )
 
 IMPORTED_TOO_EARLY = "triton" in sys.modules and os.environ.get(INTERPRET) != "1"

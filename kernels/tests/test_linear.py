@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mambalign.kernels import linear as module
-from mambalign.kernels.activation import relu2
+from mambalign.kernels.activation import relu2, silu
 from mambalign.kernels.linear import BLOCK_ROWS, MAX_ROWS, check_linear_invariance, linear
 from mambalign.kernels.tolerances import tolerance
 
@@ -141,13 +141,13 @@ def test_the_library_serves_where_its_bits_are_the_kernels(monkeypatch: pytest.M
     monkeypatch.setattr(module, "_library_rows", {(8, 16, torch.bfloat16): {512}})
     kernel_rows.clear()
     x = torch.randn(500, 8).bfloat16()
-    got = module._linear_on_gpu(x, weight, bias, "relu2", None)
-    assert not kernel_rows and torch.equal(got, relu2(torch.mm(x, weight) + bias))
-    for num_rows, out_dtype in ((500, torch.float32), (20, None)):
-        module._linear_on_gpu(x[:num_rows], weight, bias, None, out_dtype)
+    got = module._linear_on_gpu(x, weight, bias, "silu", None)
+    assert not kernel_rows and torch.equal(got, silu(torch.mm(x, weight) + bias))
+    for num_rows, activation, out_dtype in ((500, None, torch.float32), (20, None, None), (500, "relu2", None)):
+        module._linear_on_gpu(x[:num_rows], weight, bias, activation, out_dtype)
     monkeypatch.setattr(module.torch.cuda, "is_current_stream_capturing", lambda: True)
     module._linear_on_gpu(x, weight, bias, None, None)
-    assert kernel_rows == [500, 20, 500]
+    assert kernel_rows == [500, 20, 500, 500]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -11,6 +11,8 @@ from mambalign.kernels.rms_norm import (
     rms_norm_gated,
     rms_norm_gated_on_gpu,
     rms_norm_on_gpu,
+    rms_norm_then_gate,
+    rms_norm_then_gate_on_gpu,
 )
 from mambalign.kernels.tolerances import tolerance
 
@@ -93,3 +95,23 @@ def test_the_kernel_of_rms_norm_gated(num_groups: int, width: int, dtype: torch.
     for first, count in ((0, 1), (5, 7), (11, 1)):
         part = slice(first, first + count)
         assert torch.equal(rms_norm_gated_on_gpu(x[part], gate[part], weight, EPS, width // num_groups), whole[part])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "width"), [(1, 63), (3, 20), (2, 128)])
+def test_rms_norm_then_gate_and_its_kernel(num_heads: int, width: int, dtype: torch.dtype, device: str) -> None:
+    x, weight = rows(12, num_heads * width, 0).view(12, num_heads, width), rows(1, width, 1)[0]
+    wide = torch.cat([rows(12, num_heads * width, 2), rows(12, 8, 3)], dim=1).to(dtype)
+    gate = wide[:, : num_heads * width]
+    x64, gate64 = x.double(), gate.double()
+    normed = weight * x64 * (x64.pow(2).mean(-1, keepdim=True) + EPS).rsqrt()
+    want = (normed.flatten(1) * F.silu(gate64)).to(dtype)
+    on_device = x.to(device), wide.to(device)[:, : num_heads * width], weight.to(device)
+    cases = ((rms_norm_then_gate, (x, gate, weight)), (rms_norm_then_gate_on_gpu, on_device))
+    for run, (some_x, some_gate, some_weight) in cases:
+        whole = run(some_x, some_gate, some_weight, EPS)
+        torch.testing.assert_close(whole.cpu(), want, **tolerance("kernel", dtype))
+        assert torch.equal(run(some_x, some_gate.contiguous(), some_weight, EPS), whole)
+        for first, count in ((0, 1), (5, 7), (11, 1)):
+            part = slice(first, first + count)
+            assert torch.equal(run(some_x[part], some_gate[part], some_weight, EPS), whole[part])

@@ -4,6 +4,7 @@ A layer holds its weights and shapes, and no state: states and keys live in a `S
 of a `ForwardContext`. Linear weights are K-major (see `kernels/linear.py`); norms and state parameters are fp32.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,10 @@ class ForwardContext:
 
 
 class Linear:
-    """y = x @ weight (+ bias), batch-invariant. Given several names, layers with one input run as one, side by side."""
+    """y = x @ weight (+ bias), batch-invariant. Given several names, layers with one input run as one, side by side.
+
+    order: int64, which published output feature stands at each place; None for the published order.
+    """
 
     def __init__(
         self,
@@ -40,13 +44,17 @@ class Linear:
         in_features: int,
         out_features: int | list[int],
         bias: bool = False,
+        order: torch.Tensor | None = None,
     ):
         if isinstance(names, str):
             names, out_features = [names], [out_features]
         parts = list(zip(names, out_features, strict=True))
-        columns = [weights.take(f"{name}.weight", (width, in_features)) for name, width in parts]
-        self.weight = torch.cat(columns).t().contiguous()  # K-major
-        self.bias = torch.cat([weights.take(f"{name}.bias", (width,)) for name, width in parts]) if bias else None
+        weight = torch.cat([weights.take(f"{name}.weight", (width, in_features)) for name, width in parts])
+        bias = torch.cat([weights.take(f"{name}.bias", (width,)) for name, width in parts]) if bias else None
+        if order is not None:
+            order = order.to(weight.device)
+            weight, bias = weight[order], None if bias is None else bias[order]
+        self.weight, self.bias = weight.t().contiguous(), bias  # K-major
 
     def __call__(self, x: torch.Tensor, activation: str | None = None) -> torch.Tensor:
         return linear(x, self.weight, self.bias, activation)
@@ -65,15 +73,39 @@ class RMSNorm:
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
-class Mamba2Mixer:
-    """Mamba-2 (arXiv 2405.21060): in_proj -> [gate | x B C | dt], conv over x B C, scan, gated norm, out_proj."""
+class ZeroCentredRMSNorm(RMSNorm):
+    """An RMS norm whose published weight is its distance from 1."""
 
-    def __init__(self, config, weights: Weights, name: str, state_index: int):
+    def __init__(self, weights: Weights, name: str, width: int, eps: float):
+        super().__init__(weights, name, width, eps)
+        self.weight = self.weight + 1.0
+
+
+class GatedRMSNorm:
+    """rms_norm(y * silu(gate)) within groups of channels: how Mamba-2's gate meets its scan."""
+
+    def __init__(self, weights: Weights, name: str, width: int, num_groups: int, eps: float):
+        self.weight = weights.take(f"{name}.weight", (width,), torch.float32)
+        self.group_width, self.eps = width // num_groups, eps
+
+    def __call__(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """y [T, width] fp32, gate [T, width]. Returns [T, width] in the dtype of gate."""
+        return rms_norm_gated(y, gate, self.weight, self.eps, self.group_width)
+
+
+class Mamba2Mixer:
+    """Mamba-2 (arXiv 2405.21060): in_proj -> [gate | x B C | dt], conv over x B C, scan, gated norm, out_proj.
+
+    A family that differs in how the input is projected or the gate applied overrides `project` or `gate_norm`.
+    out_bias: whether out_proj has one; as in_proj by default.
+    """
+
+    def __init__(self, config, weights: Weights, name: str, state_index: int, out_bias: bool | None = None):
         self.state_index = state_index  # which of the cache's conv and temporal states is this layer's
         self.num_heads, self.head_dim = config.mamba_num_heads, config.mamba_head_dim
         self.num_groups, self.d_state = config.n_groups, config.ssm_state_size
         self.width = config.mamba_width
-        self.dt_min, self.eps = config.time_step_min, config.layer_norm_epsilon
+        self.dt_min = config.time_step_min
         conv_dim, fp32 = config.conv_dim, torch.float32
         self.in_proj = Linear(
             weights, f"{name}.in_proj", config.hidden_size, self.width + conv_dim + self.num_heads, config.use_bias
@@ -86,16 +118,24 @@ class Mamba2Mixer:
         self.A = -torch.exp(weights.take(f"{name}.A_log", (self.num_heads,), fp32))
         self.D = weights.take(f"{name}.D", (self.num_heads,), fp32)
         self.dt_bias = weights.take(f"{name}.dt_bias", (self.num_heads,), fp32)
-        self.norm_weight = weights.take(f"{name}.norm.weight", (self.width,), fp32)
-        self.out_proj = Linear(weights, f"{name}.out_proj", self.width, config.hidden_size, config.use_bias)
+        self.gated = self.gate_norm(config, weights, f"{name}.norm")
+        out_bias = config.use_bias if out_bias is None else out_bias
+        self.out_proj = Linear(weights, f"{name}.out_proj", self.width, config.hidden_size, out_bias)
 
     def linears(self) -> list[Linear]:
         return [self.in_proj, self.out_proj]
 
+    def gate_norm(self, config, weights: Weights, name: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """What makes the input of out_proj from the scan's output and the gate."""
+        return GatedRMSNorm(weights, name, self.width, self.num_groups, config.layer_norm_epsilon)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """x [T, hidden] -> gate [T, width], conv input [T, conv_dim], dt [T, heads]."""
+        return self.in_proj(x).split([self.width, self.conv_weight.shape[1], self.num_heads], dim=-1)
+
     def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         cache, num_tokens = context.cache, x.shape[0]
-        conv_dim = self.conv_weight.shape[1]
-        gate, xbc, dt = self.in_proj(x).split([self.width, conv_dim, self.num_heads], dim=-1)
+        gate, xbc, dt = self.project(x)
         xbc = causal_conv1d_varlen(
             xbc,
             cache.conv[self.state_index],
@@ -118,21 +158,33 @@ class Mamba2Mixer:
             cache.temporal[self.state_index],
             context.mamba,
         )
-        y = rms_norm_gated(y.view(num_tokens, -1), gate, self.norm_weight, self.eps, self.width // self.num_groups)
-        return self.out_proj(y)
+        return self.out_proj(self.gated(y.view(num_tokens, -1), gate))
 
 
 class Attention:
-    """Grouped-query attention without positions: the Mamba layers carry the order of the tokens."""
+    """Grouped-query attention; without `rotary` the Mamba layers alone carry the order of the tokens.
 
-    def __init__(self, config, weights: Weights, name: str, kv_index: int):
+    rotary: rotates queries and keys in place to the tokens' positions. scale: of the scores, head_dim^-1/2 by default.
+    """
+
+    def __init__(
+        self,
+        config,
+        weights: Weights,
+        name: str,
+        kv_index: int,
+        bias: bool = False,
+        rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None,
+        scale: float | None = None,
+    ):
         self.kv_index = kv_index  # which of the cache's keys and values is this layer's
         self.num_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         hidden, q_width, kv_width = config.hidden_size, self.num_heads * self.head_dim, self.kv_heads * self.head_dim
         self.widths = [q_width, kv_width, kv_width]
-        self.qkv_proj = Linear(weights, [f"{name}.{part}_proj" for part in "qkv"], hidden, self.widths)
-        self.o_proj = Linear(weights, f"{name}.o_proj", q_width, hidden)
+        self.rotary, self.scale = rotary, scale or self.head_dim**-0.5
+        self.qkv_proj = Linear(weights, [f"{name}.{part}_proj" for part in "qkv"], hidden, self.widths, bias)
+        self.o_proj = Linear(weights, f"{name}.o_proj", q_width, hidden, bias)
 
     def linears(self) -> list[Linear]:
         return [self.qkv_proj, self.o_proj]
@@ -140,8 +192,10 @@ class Attention:
     def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         keys, values = context.cache.keys[self.kv_index], context.cache.values[self.kv_index]
         query, key, value = (t.unflatten(1, (-1, self.head_dim)) for t in self.qkv_proj(x).split(self.widths, dim=1))
+        if self.rotary is not None:
+            self.rotary(query, key, context.positions)
         write_kv_varlen(keys, values, key, value, context.slot_mapping)
-        y = paged_attention_varlen(query, keys, values, context.attention, self.head_dim**-0.5)
+        y = paged_attention_varlen(query, keys, values, context.attention, self.scale)
         return self.o_proj(y.flatten(1))
 
 

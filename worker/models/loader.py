@@ -7,13 +7,19 @@ left over is gathered and reported together, by name, when the model is complete
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+TEXT_CONFIGS = ("text_config", "llm_config")  # fields of a multimodal model's config that describe its text part
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+SCALE_SUFFIX = "_scale_inv"  # after the name of an fp8 weight: what each of its blocks is multiplied by
+QUANTIZED_FILE = "hf_quant_config.json"  # of checkpoints whose config.json does not say that they are quantised
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -65,11 +71,23 @@ class Weights:
     """The tensors of one checkpoint folder, each taken at most once.
 
     dtype: what `take` and `take_linear` convert to; vectors of norms and states are asked for in fp32.
+    fp8_block: rows and columns that share a scale in fp8 weights, which become plain ones as they are read.
+    prefix: of the names of the weights that are the model's, in a folder that holds others too; they are asked for
+    without it, and the others are left alone.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device | str, show_progress: bool = True):
-        self.folder, self.dtype, self.device = folder, dtype, device
-        self._file_of = _weight_files(folder)
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        show_progress: bool = True,
+        fp8_block: tuple[int, int] | None = None,
+        prefix: str = "",
+    ):
+        self.folder, self.dtype, self.device, self.fp8_block, self.prefix = folder, dtype, device, fp8_block, prefix
+        files = _weight_files(folder).items()
+        self._file_of = {name.removeprefix(prefix): file for name, file in files if name.startswith(prefix)}
         self._open_files: dict[str, safe_open] = {}
         self._left = set(self._file_of)
         self._missing: list[str] = []
@@ -96,12 +114,15 @@ class Weights:
         if name not in self._file_of:
             self._missing.append(name)
             return torch.zeros(shape, dtype=dtype, device=self.device)
-        tensor = self._file(self._file_of[name]).get_tensor(name)
-        self._progress.update()
+        tensor = self._read(name)
         if tuple(tensor.shape) != shape:
             self._misshaped.append(f"{name}: {list(tensor.shape)} in the file, {list(shape)} by config.json")
             return torch.zeros(shape, dtype=dtype, device=self.device)
-        return tensor.to(self.device, dtype)
+        tensor = tensor.to(self.device)
+        if self.fp8_block is not None and name + SCALE_SUFFIX in self._file_of:
+            self._left.discard(name + SCALE_SUFFIX)
+            tensor = dequantize(tensor, self._read(name + SCALE_SUFFIX).to(self.device), self.fp8_block)
+        return tensor.to(dtype)
 
     def take_linear(self, name: str, out_features: int, in_features: int) -> torch.Tensor:
         """The weight of a linear layer, published as [out, in], laid out K-major: [in, out], contiguous."""
@@ -112,9 +133,14 @@ class Weights:
         self._progress.close()
         self._open_files.clear()
         faults = {"missing": self._missing, "of the wrong shape": self._misshaped, "unexpected": sorted(self._left)}
+        faults = {kind: [self.prefix + name for name in names] for kind, names in faults.items()}
         texts = [f"{len(names)} {kind}: {_some(names)}" for kind, names in faults.items() if names]
         if texts:
             raise CheckpointError(f"weights of {self.folder} do not fit its config.json; " + "; ".join(texts))
+
+    def _read(self, name: str) -> torch.Tensor:
+        self._progress.update()
+        return self._file(self._file_of[name]).get_tensor(self.prefix + name)
 
     def _file(self, name: str):
         if name not in self._open_files:
@@ -122,17 +148,59 @@ class Weights:
         return self._open_files[name]
 
 
-def read_config(folder: Path) -> dict:
-    """config.json of a checkpoint folder."""
-    path = folder / "config.json"
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint folder. Tokens that end a text by generation_config.json do so here too."""
     if not folder.is_dir():
         raise CheckpointError(f"no such checkpoint folder: {folder}")
-    if not path.is_file():
-        raise CheckpointError(f"{folder} holds no config.json")
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{folder} holds no {CONFIG_FILE}")
+    config = _read_json(folder / CONFIG_FILE)
+    if (folder / GENERATION_FILE).is_file():
+        ends = _ids(_read_json(folder / GENERATION_FILE).get("eos_token_id"))
+        for part in (config, *(config.get(name) for name in TEXT_CONFIGS)):
+            if ends and part:
+                part["eos_token_id"] = list(dict.fromkeys(_ids(part.get("eos_token_id")) + ends))
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def fp8_block_of(config: dict[str, Any], folder: Path) -> tuple[int, int] | None:
+    """Rows and columns that share a scale, or None for a checkpoint that is not quantised.
+
+    config: its config.json. Raises CheckpointError for every other quantisation, naming it.
+    """
+    parts = [config, *(config.get(name) or {} for name in TEXT_CONFIGS)]
+    found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+    if not found and (folder / QUANTIZED_FILE).is_file():
+        found = _read_json(folder / QUANTIZED_FILE).get("quantization")
+    if not found:
+        return None
+    block = found.get("weight_block_size")
+    if found.get("quant_method") == "fp8" and block and found.get("fmt", "e4m3") == "e4m3":
+        rows, columns = block
+        return rows, columns
+    named = [str(found[key]) for key in ("quant_method", "quant_algo", "format", "fmt", "bits") if found.get(key)]
+    raise CheckpointError(
+        f"{folder} is quantised ({', '.join(named) or 'in an unknown way'}); served: weights that are not, and fp8 "
+        f"(e4m3) with a weight_block_size, which become plain ones as they are read"
+    )
+
+
+def dequantize(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """weight [.., N, K] times the scale of each block, [.., ceil(N / rows), ceil(K / columns)]. Returns fp32."""
+    rows, columns = weight.shape[-2:]
+    each = scale.float().repeat_interleave(block[0], -2)[..., :rows, :]
+    return weight.float().mul_(each.repeat_interleave(block[1], -1)[..., :columns])
 
 
 def _weight_files(folder: Path) -> dict[str, str]:

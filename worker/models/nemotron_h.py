@@ -1,18 +1,22 @@
-"""Nemotron-H: Mamba-2, attention and MLP layers, each behind one norm and one residual; and its MTP head.
+"""Nemotron-H and Nemotron 3: Mamba-2, attention, MLP and mixtures of experts, each behind one norm and one residual;
+and their MTP head.
 
 Names, shapes and order of operations follow transformers' `NemotronHForCausalLM`; the head's follow the published
-checkpoints (`mtp.layers.*`). The layer pattern comes as letters ("M-M*-") or as a list of names.
+checkpoints (`mtp.layers.*`). The layer pattern comes as letters ("M-M*E") or as a list of names, old or new.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from mambalign.kernels.activation import ACTIVATIONS
+from mambalign.kernels.expert_routing import Routing
 from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.layers import MLP, Attention, ForwardContext, Linear, Mamba2Mixer, RMSNorm
 from mambalign.worker.models.loader import CheckpointError, Weights
+from mambalign.worker.models.moe import Experts, MoE, Router, stack_experts
+from mambalign.worker.models.residual import ResidualBlock, run_blocks
 from mambalign.worker.state_cache import AttentionSpec, StateSpec
 
 MAMBA, ATTENTION, MLP_LAYER, MOE = "mamba", "attention", "mlp", "moe"
@@ -24,6 +28,17 @@ LAYER_OF_NAME = {
     "attention": ATTENTION,
     "mlp": MLP_LAYER,
     "moe": MOE,
+}
+MTP_DEFAULT = ("attention", "moe")  # transformers', where a head is announced and its layers are not
+OLD_NAMES = {  # fields of earlier configurations, under the names that they have now
+    "attention_head_dim": "head_dim",
+    "layer_types": "layers_block_type",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_min": "time_step_min",
+    "mamba_n_groups": "n_groups",
+    "norm_eps": "layer_norm_epsilon",
+    "num_local_experts": "n_routed_experts",
 }
 
 
@@ -53,6 +68,16 @@ class NemotronHConfig:
     use_bias: bool = False
     use_conv_bias: bool = True
     tie_word_embeddings: bool = False
+    num_nextn_predict_layers: int = 0
+    n_routed_experts: int = 0
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 0
+    moe_shared_expert_intermediate_size: int = 0
+    moe_latent_size: int | None = None  # width between the projections around the experts
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
 
     @property
     def conv_width(self) -> int:
@@ -66,6 +91,18 @@ class NemotronHConfig:
     def conv_dim(self) -> int:
         """Channels of the conv: x, B and C."""
         return self.mamba_width + 2 * self.n_groups * self.ssm_state_size
+
+    def routing(self) -> Routing:
+        """How tokens choose experts. Raises ValueError for numbers that do not fit together."""
+        return Routing(
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            sigmoid=True,
+            normalised=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+            num_groups=self.n_group,
+            top_groups=self.topk_group,
+        )
 
     def attention_specs(self, dtype: torch.dtype, with_drafter: bool) -> list[AttentionSpec]:
         """KV shape of each attention layer: the target's, then the drafter's. Needs no weight."""
@@ -87,11 +124,14 @@ class NemotronHConfig:
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "NemotronHConfig":
         """Read a published config.json. Raises CheckpointError for what cannot be served, naming the field."""
+        config = {name: value for name, value in config.items() if value is not None}
+        config = {OLD_NAMES[name]: config[name] for name in OLD_NAMES if name in config} | config
         for field, served in {
             "mamba_hidden_act": ("silu", "swish"),
             "mlp_hidden_act": tuple(ACTIVATIONS),
             "attention_bias": (False,),
             "sliding_window": (None,),
+            "n_shared_experts": (1,),
             "mamba_proj_bias": (False,),
         }.items():
             if field in config and config[field] not in served:
@@ -102,19 +142,28 @@ class NemotronHConfig:
         derived = {
             "layers": _layers(config, "hybrid_override_pattern", "layers_block_type"),
             "mtp_layers": (),
-            "head_dim": config.get("head_dim") or config.get("attention_head_dim"),
             "eos_token_id": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         }
         if config.get("num_nextn_predict_layers"):
-            derived["mtp_layers"] = _layers(config, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
+            pattern, names = "mtp_hybrid_override_pattern", "mtp_layers_block_type"
+            given = config if config.get(pattern) or config.get(names) else {names: MTP_DEFAULT}
+            derived["mtp_layers"] = _layers(given, pattern, names)
         names = {f.name for f in fields(cls)}
-        given = {name: value for name, value in config.items() if name in names and value is not None}
+        given = {name: value for name, value in config.items() if name in names}
         try:
             parsed = cls(**{**given, **derived})
         except TypeError as error:
             raise CheckpointError(f"config.json: {error}") from error
         if MAMBA in parsed.mtp_layers:
             raise CheckpointError("config.json: an MTP head with Mamba layers is not served")
+        if MOE in parsed.layers + parsed.mtp_layers:
+            for name in ("n_routed_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"):
+                if not getattr(parsed, name):
+                    raise CheckpointError(f"config.json has layers of experts and no {name}")
+            try:
+                parsed.routing()
+            except ValueError as error:
+                raise CheckpointError(f"config.json: {error}") from error
         return parsed
 
 
@@ -128,30 +177,7 @@ def _layers(config: dict[str, Any], pattern_field: str, list_field: str) -> tupl
     unknown = sorted({str(kind) for kind in given} - kinds.keys())
     if unknown:
         raise CheckpointError(f"config.json: unknown layer kind(s) {', '.join(unknown)}; known: {', '.join(kinds)}")
-    layers = tuple(kinds[kind] for kind in given)
-    if MOE in layers:
-        raise CheckpointError("config.json: mixture-of-experts layers are not served yet")
-    return layers
-
-
-class Block:
-    """x + mixer(norm(x))."""
-
-    def __init__(self, config: NemotronHConfig, weights: Weights, name: str, mixer):
-        self.norm = RMSNorm(weights, f"{name}.norm", config.hidden_size, config.layer_norm_epsilon)
-        self.mixer = mixer
-
-    def linears(self) -> list[Linear]:
-        return self.mixer.linears()
-
-
-def run_blocks(blocks: list[Block], final_norm: RMSNorm, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-    """Blocks one after the other, then the final norm. Each sum is taken with the norm that follows it."""
-    normed, residual = blocks[0].norm(x), x
-    next_norms = [*(block.norm for block in blocks[1:]), final_norm]
-    for block, norm in zip(blocks, next_norms, strict=True):
-        normed, residual = norm.of_sum(block.mixer(normed, context), residual)
-    return normed
+    return tuple(kinds[kind] for kind in given)
 
 
 class NemotronHMtpHead:
@@ -190,6 +216,9 @@ class NemotronH(HybridModel):
         self.final_norm = RMSNorm(weights, "backbone.norm_f", config.hidden_size, config.layer_norm_epsilon)
         if config.mtp_layers and weights.has_any("mtp."):
             self.mtp = NemotronHMtpHead(config, weights, config.layers.count(ATTENTION))
+            for i in range(1, config.num_nextn_predict_layers):  # heads for later drafts: the first one makes them all
+                for layer in range(len(config.mtp_layers)):
+                    weights.skip(f"mtp.layers.{i * len(config.mtp_layers) + layer}.")
         else:
             weights.skip("mtp.")
 
@@ -199,7 +228,7 @@ class NemotronH(HybridModel):
 
 def _blocks(
     config: NemotronHConfig, weights: Weights, prefix: str, kinds: tuple[str, ...], first_kv_index: int
-) -> list[Block]:
+) -> list[ResidualBlock]:
     blocks = []
     for i, kind in enumerate(kinds):
         name = f"{prefix}.{i}"
@@ -207,7 +236,32 @@ def _blocks(
             mixer = Mamba2Mixer(config, weights, f"{name}.mixer", kinds[:i].count(MAMBA))
         elif kind == ATTENTION:
             mixer = Attention(config, weights, f"{name}.mixer", first_kv_index + kinds[:i].count(ATTENTION))
+        elif kind == MOE:
+            mixer = _mixture(config, weights, f"{name}.mixer")
         else:
             mixer = MLP(config, weights, f"{name}.mixer")
-        blocks.append(Block(config, weights, name, mixer))
+        norm = RMSNorm(weights, f"{name}.norm", config.hidden_size, config.layer_norm_epsilon)
+        blocks.append(ResidualBlock(norm, mixer))
     return blocks
+
+
+def _mixture(config: NemotronHConfig, weights: Weights, name: str) -> MoE:
+    """Experts without a gate, a shared one beside them, and maybe projections around them."""
+    hidden, inner, latent = config.hidden_size, config.moe_intermediate_size, config.moe_latent_size
+    width, count = latent or hidden, config.n_routed_experts
+    router = Router(weights, f"{name}.gate.weight", hidden, config.routing(), f"{name}.gate.e_score_correction_bias")
+    up = stack_experts(weights, f"{name}.experts", ["up_proj"], count, inner, width)
+    down = stack_experts(weights, f"{name}.experts", ["down_proj"], count, width, inner)
+    shared = replace(config, intermediate_size=config.moe_shared_expert_intermediate_size)
+    around = None
+    if latent:
+        around = (
+            Linear(weights, f"{name}.fc1_latent_proj", hidden, latent, config.mlp_bias),
+            Linear(weights, f"{name}.fc2_latent_proj", latent, hidden, config.mlp_bias),
+        )
+    return MoE(
+        router,
+        Experts(up, down, config.mlp_hidden_act),
+        shared=MLP(shared, weights, f"{name}.shared_experts"),
+        latent=around,
+    )

@@ -1,16 +1,48 @@
 """Which model families can be served, and how to load one."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mambalign.kernels.linear import check_linear_invariance
 from mambalign.worker.cpu import keep_freed_memory
+from mambalign.worker.models.bamba import Bamba
+from mambalign.worker.models.falcon_h1 import FalconH1
+from mambalign.worker.models.granite_hybrid import GraniteHybrid
 from mambalign.worker.models.hybrid import HybridConfig, HybridModel
-from mambalign.worker.models.loader import CheckpointError, DummyWeights, Weights, read_config
+from mambalign.worker.models.loader import (
+    TEXT_CONFIGS,
+    CheckpointError,
+    DummyWeights,
+    Weights,
+    fp8_block_of,
+    read_config,
+)
 from mambalign.worker.models.nemotron_h import NemotronH
+from mambalign.worker.models.qwen3_5 import Qwen35, Qwen35Moe
+from mambalign.worker.models.qwen3_next import Qwen3Next
 
-FAMILIES: dict[str, type[HybridModel]] = {"nemotron_h": NemotronH}  # config.json's model_type -> class
+FAMILIES: dict[str, type[HybridModel]] = {  # config.json's model_type -> class
+    "bamba": Bamba,
+    "falcon_h1": FalconH1,
+    "granitemoehybrid": GraniteHybrid,
+    "nemotron_h": NemotronH,
+    "qwen3_5": Qwen35,
+    "qwen3_5_moe": Qwen35Moe,
+    "qwen3_5_moe_text": Qwen35Moe,
+    "qwen3_5_text": Qwen35,
+    "qwen3_next": Qwen3Next,
+}
+
+
+# Multimodal models whose text part is a model of a family, described apart: model_type -> prefix of its weights.
+TEXT_PARTS = {
+    "NemotronH_Nano_Omni_Reasoning_V3": "language_model.",
+    "NemotronH_Nano_VL_V2": "language_model.",
+    "NemotronH_Omni_Reasoning_V3": "language_model.",
+    "nemotron_h_omni": "language_model.",
+}
 
 
 def family_of(path: str | Path) -> tuple[type[HybridModel], HybridConfig]:
@@ -19,13 +51,25 @@ def family_of(path: str | Path) -> tuple[type[HybridModel], HybridConfig]:
     Raises CheckpointError for a family that is not served, or a configuration of it that is not.
     """
     folder = Path(path)
-    config = read_config(folder)
+    config, _ = _text_part(read_config(folder))
     family = FAMILIES.get(config.get("model_type"))
     if family is None:
         raise CheckpointError(
             f"{folder} is a {config.get('model_type')!r} model; families served: {', '.join(sorted(FAMILIES))}"
         )
+    fp8_block_of(read_config(folder), folder)
     return family, family.Config.from_json(config)
+
+
+def _text_part(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The configuration of a multimodal model's text part, and the prefix of its weights; else as it came, and ""."""
+    prefix = TEXT_PARTS.get(config.get("model_type"), "")
+    if not prefix:
+        return config, prefix
+    found = next((config[name] for name in TEXT_CONFIGS if config.get(name)), None)
+    if found is None:
+        raise CheckpointError(f"config.json: a {config['model_type']!r} model with none of {', '.join(TEXT_CONFIGS)}")
+    return found, prefix
 
 
 def load_model(
@@ -47,7 +91,9 @@ def load_model(
     if load_format == "dummy":
         weights = DummyWeights(dtype, device, parsed.tie_word_embeddings)
     else:
-        weights = Weights(Path(path), dtype, device, show_progress)
+        folder = Path(path)
+        config = read_config(folder)
+        weights = Weights(folder, dtype, device, show_progress, fp8_block_of(config, folder), _text_part(config)[1])
     model = family(parsed, weights)
     weights.finish()
     check_linear_invariance(model.linear_weights())

@@ -1,0 +1,298 @@
+"""The gated delta rule over paged temporal states.
+
+Formula (arXiv 2412.06464, section 3; names as in the published checkpoints), per value head, in fp32, with key and
+query of a token over their lengths, and the query over sqrt(k_dim):
+
+    decay_t = exp(softplus(a_t + dt_bias) * A),  beta_t = sigmoid(b_t)
+    d_t = beta_t * (v_t - decay_t * h_{t-1} k_t)
+    h_t = decay_t * h_{t-1} + d_t outer k_t                          h [v_dim, k_dim]
+    o_t = h_t q_t = decay_t * h_{t-1} q_t + d_t * (k_t . q_t)
+
+Both products with a state are taken before it changes, so that it is read once a token. One loop over the tokens of a
+row serves prefill, decode, the verification of drafts and the states at boundaries, so a row's bits do not depend on
+how its tokens were cut into steps. A 16-bit state is rounded to its dtype after every token, in the loop as in memory.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from mambalign.kernels.activation import softplus
+from mambalign.kernels.mamba2_scan import load_quarters, store_quarters, time_steps
+from mambalign.kernels.rows import MambaRows
+
+NORM_EPS = 1e-6  # under the root of a key's and a query's length
+THREAD_ELEMENTS = 32  # of the state, in registers
+NUM_WARPS = 2  # of a program of the scan
+
+
+def gated_delta_rule_varlen_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a_raw: torch.Tensor,
+    b_raw: torch.Tensor,
+    A: torch.Tensor,
+    dt_bias: torch.Tensor,
+    temporal_state: torch.Tensor,
+    rows: MambaRows,
+) -> torch.Tensor:
+    """Run the rule over every row from the state in its temporal_block, or zeros; leave the states asked for.
+
+    q, k [T, key_heads, k_dim]; v [T, heads, v_dim], head h using key head h // (heads / key_heads); a_raw, b_raw
+    [T, heads]; the tokens of these may lie further apart than they are wide. A (negative), dt_bias [heads], fp32.
+    temporal_state [blocks, heads, v_dim, k_dim], fp32 or 16 bit, updated in place: the state after token t in
+    state_block[t], if that is not negative. Returns o [T, heads, v_dim] in fp32; undefined for tokens of no row.
+    """
+    per_key_head, k_dim = v.shape[1] // k.shape[1], k.shape[2]
+    o = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
+    starts, lengths, kept_blocks = rows.query_start.tolist(), rows.query_len.tolist(), rows.state_block.tolist()
+    for start, length, block in zip(starts, lengths, rows.temporal_block.tolist(), strict=True):
+        state = torch.zeros(temporal_state.shape[1:], dtype=torch.float32, device=v.device)
+        if length > 0 and block >= 0:
+            state = temporal_state[block].float()
+        for token in range(start, start + length):
+            b_q, b_k = (_unit(t[token].float()).repeat_interleave(per_key_head, 0) for t in (q, k))
+            decay = torch.exp(softplus(a_raw[token] + dt_bias) * A)[:, None]
+            beta = torch.sigmoid(b_raw[token].float())[:, None]
+            delta = (v[token].float() - decay * (state * b_k[:, None]).sum(-1)) * beta
+            state = state * decay[:, None] + delta[:, :, None] * b_k[:, None]
+            o[token] = (state * b_q[:, None]).sum(-1) * k_dim**-0.5
+            state = state.to(temporal_state.dtype).float()
+            if kept_blocks[token] >= 0:
+                temporal_state[kept_blocks[token]] = state.to(temporal_state.dtype)
+    return o
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+
+
+@triton.jit
+def delta_inputs_kernel(
+    p_q, p_k, p_a_raw, p_b_raw, p_A, p_dt_bias, p_kq, p_gates, p_qk,
+    Q_STRIDE: tl.constexpr, A_STRIDE: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    K_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """[q | k] over their lengths, k . q, and [decay | beta] of a key head's value heads, in fp32, for the scan.
+
+    Grid (tokens, key heads). A program owns a key head of a token and the GROUP value heads that use it: reads q, k,
+    a_raw, b_raw; writes the three. One binary, so one order of addition.
+    """
+    HEADS: tl.constexpr = KEY_HEADS * GROUP
+    i_token, i_key = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_k, o_g = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_G)
+    at = i_token * Q_STRIDE + i_key * K_DIM + o_k
+    b_q = tl.load(p_q + at, mask=o_k < K_DIM, other=0.0).to(tl.float32)
+    b_k = tl.load(p_k + at, mask=o_k < K_DIM, other=0.0).to(tl.float32)
+    b_q *= 1.0 / tl.sqrt(tl.sum(b_q * b_q, 0) + EPS) * (1.0 / tl.sqrt(K_DIM * 1.0))
+    b_k *= 1.0 / tl.sqrt(tl.sum(b_k * b_k, 0) + EPS)
+    p_out = p_qk + (i_token * KEY_HEADS + i_key) * (2 * K_DIM) + o_k
+    tl.store(p_out, b_q, mask=o_k < K_DIM)
+    tl.store(p_out + K_DIM, b_k, mask=o_k < K_DIM)
+    tl.store(p_kq + i_token * KEY_HEADS + i_key, tl.sum(b_k * b_q, 0))
+    o_head, mask = i_key * GROUP + o_g, o_g < GROUP
+    b_a = tl.load(p_a_raw + i_token * A_STRIDE + o_head, mask=mask, other=0.0).to(tl.float32)
+    b_a += tl.load(p_dt_bias + o_head, mask=mask, other=0.0)
+    decay = tl.exp(time_steps(b_a, 0.0) * tl.load(p_A + o_head, mask=mask, other=0.0))
+    b_b = tl.load(p_b_raw + i_token * A_STRIDE + o_head, mask=mask, other=0.0).to(tl.float32)
+    p_out = p_gates + i_token * (2 * HEADS) + o_head
+    tl.store(p_out, decay, mask=mask)
+    tl.store(p_out + HEADS, 1.0 / (1.0 + tl.exp(-b_b)), mask=mask)
+
+
+@triton.jit
+def _token_inputs(
+    p_v, p_kq, p_gates, p_q, i_token, o_v, o_i,
+    V_STRIDE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """v, k . q, decay and beta of a token of the row; q and k by quarters."""
+    token = i_token.to(tl.int64)
+    b_v = tl.load(p_v + token * V_STRIDE, mask=o_v < V_DIM, other=0.0).to(tl.float32)
+    kq = tl.load(p_kq + token * KEY_HEADS)
+    decay, beta = tl.load(p_gates + token * (2 * HEADS)), tl.load(p_gates + token * (2 * HEADS) + HEADS)
+    p_q += token * (KEY_HEADS * 2 * K_DIM)
+    b_q0, b_q1, b_q2, b_q3 = load_quarters(p_q, o_i < K_DIM, o_i, K_DIM, BLOCK_I)
+    b_k0, b_k1, b_k2, b_k3 = load_quarters(p_q + K_DIM, o_i < K_DIM, o_i, K_DIM, BLOCK_I)
+    return b_v, kq, decay, beta, b_q0, b_q1, b_q2, b_q3, b_k0, b_k1, b_k2, b_k3
+
+
+@triton.jit
+def _product(b_h0, b_h1, b_h2, b_h3, b_x0, b_x1, b_x2, b_x3):
+    """h x: a chain of fused multiply-adds over the quarters, then a sum."""
+    b_sums = b_h0 * b_x0[None, :]
+    b_sums = tl.fma(b_h1, tl.broadcast_to(b_x1[None, :], b_h1.shape), b_sums)
+    b_sums = tl.fma(b_h2, tl.broadcast_to(b_x2[None, :], b_h2.shape), b_sums)
+    b_sums = tl.fma(b_h3, tl.broadcast_to(b_x3[None, :], b_h3.shape), b_sums)
+    return tl.sum(b_sums, 1)
+
+
+@triton.jit
+def _advance(b_h, b_delta, b_k, decay, STATE_DTYPE: tl.constexpr):
+    """decay * h + delta outer k, rounded to the dtype of the state."""
+    b_new = tl.fma(b_h, tl.broadcast_to(decay, b_h.shape), b_delta[:, None] * b_k[None, :])
+    return b_new.to(STATE_DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _step(
+    b_h0, b_h1, b_h2, b_h3, b_v, kq, decay, beta, b_q0, b_q1, b_q2, b_q3, b_k0, b_k1, b_k2, b_k3,
+    STATE_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The state after a token, and its o."""
+    b_hk = _product(b_h0, b_h1, b_h2, b_h3, b_k0, b_k1, b_k2, b_k3)
+    b_hq = _product(b_h0, b_h1, b_h2, b_h3, b_q0, b_q1, b_q2, b_q3)
+    b_delta = beta * tl.fma(tl.broadcast_to(-decay, b_v.shape), b_hk, b_v)
+    b_o = tl.fma(b_delta, tl.broadcast_to(kq, b_v.shape), decay * b_hq)
+    b_h0 = _advance(b_h0, b_delta, b_k0, decay, STATE_DTYPE)
+    b_h1 = _advance(b_h1, b_delta, b_k1, decay, STATE_DTYPE)
+    b_h2 = _advance(b_h2, b_delta, b_k2, decay, STATE_DTYPE)
+    b_h3 = _advance(b_h3, b_delta, b_k3, decay, STATE_DTYPE)
+    return b_h0, b_h1, b_h2, b_h3, b_o
+
+
+@triton.jit
+def gated_delta_rule_kernel(
+    p_v, p_kq, p_gates, p_qk, p_temporal_state, p_o,
+    p_query_start, p_query_len, p_temporal_block, p_state_block,
+    V_STRIDE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """d = beta * (v - decay * h k);  h = decay * h + d outer k;  o = h q, token after token; kept states go to blocks.
+
+    Grid (tiles of all heads, rows). A program owns BLOCK_V rows of a head's state over all tokens of a row, in
+    registers, in fp32, rounded to the state's dtype after every token, as four quarters [BLOCK_V, BLOCK_I]: few threads
+    share a row of it. Reads inputs and temporal_block; writes o and the blocks of kept tokens. One binary serves
+    prefill, decode, verification and boundaries. Two tokens a turn, as in `mamba2_scan_kernel`: a token's inputs are
+    loaded, what the one before left is stored, then the one before is computed while the loads are under way.
+    """
+    TILES: tl.constexpr = (V_DIM + BLOCK_V - 1) // BLOCK_V
+    O_STRIDE: tl.constexpr = HEADS * V_DIM
+    STATE_SIZE: tl.constexpr = HEADS * V_DIM * K_DIM
+    STATE_DTYPE: tl.constexpr = p_temporal_state.dtype.element_ty
+    i_head, i_row = tl.program_id(0) // TILES, tl.program_id(1)
+    i_key = i_head // (HEADS // KEY_HEADS)
+    start, num_tokens = tl.load(p_query_start + i_row).to(tl.int64), tl.load(p_query_len + i_row)
+    o_v, o_i = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_I)
+    p_v += start * V_STRIDE + i_head * V_DIM + o_v
+    p_o += start * O_STRIDE + i_head * V_DIM + o_v
+    p_kq += start * KEY_HEADS + i_key
+    p_gates += start * (2 * HEADS) + i_head
+    p_q = p_qk + (start * KEY_HEADS + i_key) * (2 * K_DIM) + o_i
+    p_state_block += start
+    if num_tokens > 0:
+        v_mask, mask, o_n = o_v < V_DIM, (o_v < V_DIM)[:, None], o_i[None, :]
+        p_head = p_temporal_state + i_head.to(tl.int64) * (V_DIM * K_DIM) + o_v[:, None] * K_DIM + o_n
+        block, last = tl.load(p_temporal_block + i_row), num_tokens - 1
+        found = o_v < tl.where(block >= 0, V_DIM, 0)
+        b_h0, b_h1, b_h2, b_h3 = load_quarters(
+            p_head + block.to(tl.int64) * STATE_SIZE, found[:, None], o_n, K_DIM, BLOCK_I
+        )
+        a_v, a_kq, a_decay, a_beta, a_q0, a_q1, a_q2, a_q3, a_k0, a_k1, a_k2, a_k3 = _token_inputs(
+            p_v, p_kq, p_gates, p_q, last * 0, o_v, o_i, V_STRIDE, HEADS, KEY_HEADS, V_DIM, K_DIM, BLOCK_I
+        )
+        a_kept, b_kept, b_o = tl.load(p_state_block), -1, tl.zeros([BLOCK_V], tl.float32)
+        tl.debug_barrier()  # a tile of fewer numbers than threads is read by several: all have read before one writes
+        for i_token in range(0, num_tokens, 2):
+            i_b = tl.minimum(i_token + 1, last)
+            b_v, b_kq, b_decay, b_beta, b_q0, b_q1, b_q2, b_q3, b_k0, b_k1, b_k2, b_k3 = _token_inputs(
+                p_v, p_kq, p_gates, p_q, i_b, o_v, o_i, V_STRIDE, HEADS, KEY_HEADS, V_DIM, K_DIM, BLOCK_I
+            )
+            next_kept = tl.load(p_state_block + i_b)
+            if i_token > 0:
+                tl.store(p_o, b_o, mask=v_mask)
+                p_o += O_STRIDE
+            if b_kept >= 0:
+                p_kept = p_head + b_kept.to(tl.int64) * STATE_SIZE
+                store_quarters(p_kept, mask, o_n, b_h0, b_h1, b_h2, b_h3, K_DIM, BLOCK_I)
+            b_h0, b_h1, b_h2, b_h3, b_o = _step(
+                b_h0, b_h1, b_h2, b_h3, a_v, a_kq, a_decay, a_beta, a_q0, a_q1, a_q2, a_q3, a_k0, a_k1, a_k2, a_k3,
+                STATE_DTYPE,
+            )  # fmt: skip
+
+            b_kept = tl.where(i_token < last, next_kept, -1)
+            i_a = tl.minimum(i_token + 2, last)
+            a_v, a_kq, a_decay, a_beta, a_q0, a_q1, a_q2, a_q3, a_k0, a_k1, a_k2, a_k3 = _token_inputs(
+                p_v, p_kq, p_gates, p_q, i_a, o_v, o_i, V_STRIDE, HEADS, KEY_HEADS, V_DIM, K_DIM, BLOCK_I
+            )
+            next_kept = tl.load(p_state_block + i_a)
+            tl.store(p_o, b_o, mask=v_mask)
+            p_o += O_STRIDE
+            if a_kept >= 0:
+                p_kept = p_head + a_kept.to(tl.int64) * STATE_SIZE
+                store_quarters(p_kept, mask, o_n, b_h0, b_h1, b_h2, b_h3, K_DIM, BLOCK_I)
+            b_h0, b_h1, b_h2, b_h3, b_o = _step(
+                b_h0, b_h1, b_h2, b_h3, b_v, b_kq, b_decay, b_beta, b_q0, b_q1, b_q2, b_q3, b_k0, b_k1, b_k2, b_k3,
+                STATE_DTYPE,
+            )  # fmt: skip
+            a_kept = next_kept
+        if last % 2 == 1:
+            tl.store(p_o, b_o, mask=v_mask)
+        if b_kept >= 0:
+            p_kept = p_head + b_kept.to(tl.int64) * STATE_SIZE
+            store_quarters(p_kept, mask, o_n, b_h0, b_h1, b_h2, b_h3, K_DIM, BLOCK_I)
+
+
+def gated_delta_rule_varlen_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a_raw: torch.Tensor,
+    b_raw: torch.Tensor,
+    A: torch.Tensor,
+    dt_bias: torch.Tensor,
+    temporal_state: torch.Tensor,
+    rows: MambaRows,
+) -> torch.Tensor:
+    """`gated_delta_rule_varlen_reference` in two launches."""
+    (num_tokens, num_heads, v_dim), (key_heads, k_dim) = v.shape, k.shape[1:]
+    assert q.stride(0) == k.stride(0) and a_raw.stride(0) == b_raw.stride(0), (q.stride(), k.stride())
+    o = torch.empty(num_tokens, num_heads, v_dim, dtype=torch.float32, device=v.device)
+    if num_tokens == 0 or len(rows.query_start) == 0:
+        return o
+    group, power, fp32 = num_heads // key_heads, triton.next_power_of_2, torch.float32
+    kq = torch.empty(num_tokens, key_heads, dtype=fp32, device=v.device)
+    gates = torch.empty(num_tokens, 2, num_heads, dtype=fp32, device=v.device)
+    qk = torch.empty(num_tokens, key_heads, 2, k_dim, dtype=fp32, device=v.device)
+    delta_inputs_kernel[num_tokens, key_heads](
+        q, k, a_raw, b_raw, A, dt_bias, kq, gates, qk,
+        q.stride(0), a_raw.stride(0), key_heads, group, k_dim, power(group), power(k_dim), NORM_EPS, num_warps=1,
+    )  # fmt: skip
+    block_i = power(triton.cdiv(k_dim, 4))
+    block_v = min(power(v_dim), max(1, 32 * NUM_WARPS * THREAD_ELEMENTS // (4 * block_i)))
+    gated_delta_rule_kernel[num_heads * triton.cdiv(v_dim, block_v), len(rows.query_start)](
+        v, kq, gates, qk, temporal_state, o,
+        rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,
+        v.stride(0), num_heads, key_heads, v_dim, k_dim, block_v, block_i, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return o
+
+
+def gated_delta_rule_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a_raw: torch.Tensor,
+    b_raw: torch.Tensor,
+    A: torch.Tensor,
+    dt_bias: torch.Tensor,
+    temporal_state: torch.Tensor,
+    rows: MambaRows,
+) -> torch.Tensor:
+    """`gated_delta_rule_varlen_reference`, fast: no host value but those of `rows` is looked at."""
+    assert temporal_state.is_contiguous() and A.dtype == dt_bias.dtype == torch.float32
+    arguments = (q, k, v, a_raw, b_raw, A, dt_bias, temporal_state, rows)
+    if v.is_cuda:
+        return gated_delta_rule_varlen_triton(*arguments)
+    if temporal_state.dtype == torch.float32:
+        from mambalign.kernels.cpu import gated_delta  # compiles: not where a GPU serves
+
+        return gated_delta.gated_delta_rule(*arguments)
+    return gated_delta_rule_varlen_reference(*arguments)
+
+
+def compile_for(device: torch.device | str) -> None:
+    """Compile what a CPU needs, as a model is loaded: not in a request."""
+    if torch.device(device).type == "cpu":
+        from mambalign.kernels.cpu import gated_delta  # noqa: F401

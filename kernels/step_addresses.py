@@ -1,0 +1,149 @@
+"""Where a step's tokens lie: positions and KV slots, and the state blocks that rows read and tokens leave.
+
+A row's numbers are int32 [R], tables int32 [R, columns] of block ids, a token's row and offset within it int64 [T].
+A token behind its row's last belongs to nobody: it gets -1, which is written nowhere. DESIGN section 2 says what a row
+reads and leaves. Integers only; on a GPU each function is one launch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 128
+NOWHERE = -1
+
+
+@triton.jit(do_not_specialize=["num_tokens", "columns"])
+def token_slots_kernel(
+    p_row, p_offset, p_first, p_length, p_table, p_position, p_slot, num_tokens, columns,
+    KV_BLOCK: tl.constexpr, ONE_EACH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """position = first[row] + offset; slot = table[row, position // KV_BLOCK] * KV_BLOCK + position % KV_BLOCK, or -1.
+
+    Grid: blocks of BLOCK tokens. ONE_EACH: token t is row t's only one. Writes position and slot, int64.
+    """
+    o_t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = o_t < num_tokens
+    if ONE_EACH:
+        b_row, b_offset = o_t, tl.zeros([BLOCK], tl.int32)
+    else:
+        b_row = tl.load(p_row + o_t, mask=mask, other=0)
+        b_offset = tl.load(p_offset + o_t, mask=mask, other=0).to(tl.int32)
+    is_own = mask & (b_offset < tl.load(p_length + b_row, mask=mask, other=0))
+    b_position = tl.load(p_first + b_row, mask=mask, other=0) + b_offset
+    b_column = tl.minimum(b_position // KV_BLOCK, columns - 1)
+    b_block = tl.load(p_table + b_row.to(tl.int64) * columns + b_column, mask=is_own, other=0).to(tl.int64)
+    tl.store(p_position + o_t, b_position.to(tl.int64), mask=mask)
+    tl.store(p_slot + o_t, tl.where(is_own, b_block * KV_BLOCK + b_position % KV_BLOCK, -1), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "columns"])
+def state_blocks_kernel(
+    p_row, p_offset, p_boundary, p_query_len, p_is_decode, p_computed, p_column, p_accepted, p_table,
+    p_state, p_conv, p_temporal, num_tokens, num_rows, columns, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Per token the block that its state is left in, or -1; per row its running block and its live one, or -1.
+
+    Grid: blocks of BLOCK tokens and rows. Writes int32.
+    """
+    o_i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = o_i < num_tokens
+    b_row, b_offset = tl.load(p_row + o_i, mask=mask, other=0), tl.load(p_offset + o_i, mask=mask, other=0).to(tl.int32)
+    b_len = tl.load(p_query_len + b_row, mask=mask, other=0)
+    is_own = mask & (b_offset < b_len)
+    is_decode = tl.load(p_is_decode + b_row, mask=mask, other=0) != 0
+    b_column = tl.load(p_column + b_row, mask=mask, other=0) + tl.where(is_decode, b_offset, 0)
+    b_column = tl.minimum(b_column, columns - 1)
+    b_block = tl.load(p_table + b_row.to(tl.int64) * columns + b_column, mask=is_own, other=0)
+    b_boundary = tl.load(p_boundary + o_i, mask=mask, other=-1).to(tl.int32)
+    b_state = tl.where(is_decode | (b_offset == b_len - 1), b_block, b_boundary)
+    tl.store(p_state + o_i, tl.where(is_own, b_state, -1), mask=mask)
+
+    mask = o_i < num_rows
+    b_column, b_bias = tl.load(p_column + o_i, mask=mask, other=0), tl.load(p_accepted + o_i, mask=mask, other=1) - 1
+    p_blocks = p_table + o_i.to(tl.int64) * columns + b_column
+    tl.store(p_conv + o_i, tl.load(p_blocks, mask=mask, other=0), mask=mask)
+    b_live = tl.load(p_blocks + tl.maximum(b_bias, 0), mask=mask, other=0)
+    has_text = tl.load(p_computed + o_i, mask=mask, other=0) > 0
+    tl.store(p_temporal + o_i, tl.where(has_text, b_live, -1), mask=mask)
+
+
+def token_slots_reference(
+    row: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    first: torch.Tensor,
+    length: torch.Tensor,
+    kv_table: torch.Tensor,
+    kv_block_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and KV slots (block id * kv_block_tokens + offset), int64 [T], of tokens `first[row] + offset`.
+
+    row, offset: None when each row has one token. first, length [R]: of a row's tokens, `length` are its own.
+    """
+    if row is None:
+        row = torch.arange(len(first), device=first.device)
+        offset = torch.zeros_like(row)
+    positions = first[row] + offset
+    column = (positions // kv_block_tokens).clamp_(max=kv_table.shape[1] - 1)
+    slots = kv_table[row, column].long() * kv_block_tokens + positions % kv_block_tokens
+    return positions, slots.masked_fill_(offset >= length[row], NOWHERE)
+
+
+def state_blocks_reference(
+    row: torch.Tensor,
+    offset: torch.Tensor,
+    boundary_block: torch.Tensor,
+    query_len: torch.Tensor,
+    is_decode: torch.Tensor,
+    num_computed: torch.Tensor,
+    running_column: torch.Tensor,
+    num_accepted: torch.Tensor,
+    table: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """state_block [T], conv_block [R], temporal_block [R], int32: as `MambaRows` has them.
+
+    boundary_block int64 [T]: where a prompt's token leaves its state, or -1; its row's last goes to the running block.
+    """
+    running = running_column.long()[:, None]
+    conv_block = table.gather(1, running)[:, 0]
+    live = table.gather(1, running + (num_accepted - 1).clamp(min=0)[:, None])[:, 0]  # an inert row's count is 0
+    left_in = table[row, (running[row, 0] + offset).clamp_(max=table.shape[1] - 1)]  # by a decode row's token
+    of_prompt = torch.where(offset == query_len[row] - 1, conv_block[row], boundary_block)
+    state_block = torch.where(is_decode[row] != 0, left_in, of_prompt).masked_fill_(offset >= query_len[row], NOWHERE)
+    return state_block.int(), conv_block, live.masked_fill(num_computed == 0, NOWHERE)
+
+
+def token_slots(row, offset, first, length, kv_table, kv_block_tokens):
+    """`token_slots_reference`."""
+    if first.is_cuda:
+        return token_slots_on_gpu(row, offset, first, length, kv_table, kv_block_tokens)
+    return token_slots_reference(row, offset, first, length, kv_table, kv_block_tokens)
+
+
+def state_blocks(*arguments: torch.Tensor):
+    """`state_blocks_reference`."""
+    return (state_blocks_on_gpu if arguments[0].is_cuda else state_blocks_reference)(*arguments)
+
+
+def token_slots_on_gpu(row, offset, first, length, kv_table, kv_block_tokens):
+    """`token_slots_reference` by its kernel."""
+    num_tokens, columns = len(first if row is None else row), kv_table.shape[1]
+    assert kv_table.is_contiguous() and first.is_contiguous() and length.is_contiguous()
+    positions, slots = torch.empty(2, num_tokens, dtype=torch.int64, device=first.device)
+    token_slots_kernel[(triton.cdiv(num_tokens, BLOCK),)](
+        row, offset, first, length, kv_table, positions, slots, num_tokens, columns, kv_block_tokens, row is None, BLOCK
+    )
+    return positions, slots
+
+
+def state_blocks_on_gpu(row, offset, boundary_block, query_len, is_decode, num_computed, running, accepted, table):
+    """`state_blocks_reference` by its kernel."""
+    num_tokens, (num_rows, columns) = len(row), table.shape
+    numbers = (query_len, is_decode, num_computed, running, accepted, table)
+    assert all(each.is_contiguous() and each.dtype == torch.int32 for each in numbers)
+    state = torch.empty(num_tokens, dtype=torch.int32, device=table.device)
+    conv, temporal = torch.empty(2, num_rows, dtype=torch.int32, device=table.device)
+    state_blocks_kernel[(triton.cdiv(max(num_tokens, num_rows), BLOCK),)](
+        row, offset, boundary_block, *numbers, state, conv, temporal, num_tokens, num_rows, columns, BLOCK
+    )
+    return state, conv, temporal

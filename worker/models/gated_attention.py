@@ -1,0 +1,46 @@
+"""Attention with normed heads, partial rotary positions, and a gate on its output (arXiv 2505.06708)."""
+
+import torch
+
+from mambalign.kernels.attention import paged_attention_varlen, write_kv_varlen
+from mambalign.kernels.head_norm import norm_heads
+from mambalign.kernels.sigmoid_mul import sigmoid_mul
+from mambalign.worker.models.layers import ForwardContext, Linear, ZeroCentredRMSNorm
+from mambalign.worker.models.loader import Weights
+from mambalign.worker.models.rotary import Rotary
+
+
+class GatedAttention:
+    """o_proj(attention(rotary(norm(q)), rotary(norm(k)), v) * sigmoid(gate)).
+
+    q_proj is published as each head's query and gate side by side; here all queries, keys, values, gates.
+    """
+
+    def __init__(self, config, weights: Weights, name: str, kv_index: int, rotary: Rotary):
+        self.kv_index = kv_index  # which of the cache's keys and values is this layer's
+        self.head_dim, self.eps, self.rotary = config.head_dim, config.rms_norm_eps, rotary
+        hidden, q_width = config.hidden_size, config.num_attention_heads * self.head_dim
+        kv_width = config.num_key_value_heads * self.head_dim
+        self.widths = [q_width, kv_width, kv_width, q_width]
+        published = torch.arange(2 * q_width + 2 * kv_width)
+        query, gate = published[: 2 * q_width].view(-1, 2, self.head_dim).unbind(1)
+        order = torch.cat([query.flatten(), published[2 * q_width :], gate.flatten()])
+        names, widths = [f"{name}.{part}_proj" for part in "qkv"], [2 * q_width, kv_width, kv_width]
+        self.in_proj = Linear(weights, names, hidden, widths, order=order)
+        self.q_norm, self.k_norm = (
+            ZeroCentredRMSNorm(weights, f"{name}.{part}_norm", self.head_dim, self.eps) for part in "qk"
+        )
+        self.o_proj = Linear(weights, f"{name}.o_proj", q_width, hidden)
+
+    def linears(self) -> list[Linear]:
+        return [self.in_proj, self.o_proj]
+
+    def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        keys, values = context.cache.keys[self.kv_index], context.cache.values[self.kv_index]
+        *qkv, gate = self.in_proj(x).split(self.widths, dim=1)
+        query, key, value = (t.unflatten(1, (-1, self.head_dim)) for t in qkv)
+        norm_heads(query, key, self.q_norm.weight, self.k_norm.weight, self.eps)
+        self.rotary(query, key, context.positions)
+        write_kv_varlen(keys, values, key, value, context.slot_mapping)
+        y = paged_attention_varlen(query, keys, values, context.attention, self.head_dim**-0.5)
+        return self.o_proj(sigmoid_mul(y.flatten(1), gate))

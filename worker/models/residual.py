@@ -1,0 +1,28 @@
+"""A residual stream: blocks that each add what they make of its norm, and the norm at its end."""
+
+from collections.abc import Callable
+
+import torch
+
+from mambalign.worker.models.layers import ForwardContext, Linear, RMSNorm
+
+
+class ResidualBlock:
+    """x + mixer(norm(x))."""
+
+    def __init__(self, norm: RMSNorm, mixer: Callable[[torch.Tensor, ForwardContext], torch.Tensor]):
+        self.norm, self.mixer = norm, mixer
+
+    def linears(self) -> list[Linear]:
+        return self.mixer.linears()
+
+
+def run_blocks(
+    blocks: list[ResidualBlock], final_norm: RMSNorm, x: torch.Tensor, context: ForwardContext
+) -> torch.Tensor:
+    """Blocks one after the other, then the final norm. Each sum is taken with the norm that follows it."""
+    normed, residual = blocks[0].norm(x), x
+    next_norms = [*(block.norm for block in blocks[1:]), final_norm]
+    for block, norm in zip(blocks, next_norms, strict=True):
+        normed, residual = norm.of_sum(block.mixer(normed, context), residual)
+    return normed
