@@ -15,7 +15,7 @@ import openai
 import pytest
 from http_client import GAUGES
 from oracle import Oracle
-from server_process import ServerProcess, call, serve_command
+from server_process import ServerProcess, call, metrics_text, serve_command
 
 BLOCK = 64
 SPEC = 3
@@ -73,7 +73,7 @@ def test_start_says_what_one_needs(server: ServerProcess, client: openai.OpenAI)
         assert words in server.output
     (model,) = client.models.list().data
     assert model.id == "default" and client.models.retrieve("default").id == "default"
-    assert "mambalign:spec_decode_num_accepted_tokens_total 0.0" in call(f"{server.url}/metrics")[1]
+    assert "mambalign:spec_decode_num_accepted_tokens_total 0.0" in metrics_text(server.url)
 
 
 def test_completion_is_transformers_text(client: openai.OpenAI, oracle: Oracle) -> None:

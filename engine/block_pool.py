@@ -46,6 +46,11 @@ class BlockPool:
     def num_cached(self) -> int:
         return len(self._hash_of)
 
+    def counts(self) -> dict[str, int]:
+        """Blocks by state."""
+        held = self.num_usable - self.num_free
+        return {"held": held, "cached": len(self._cached), "free": len(self._free)}
+
     def allocate(self) -> int:
         """Take a block with one holder and no hash, evicting the least recently used cached block if need be."""
         if self._free:

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import NoneType
 from typing import Any, NoReturn
 
+from mambalign.engine.api_keys import ApiKeys
 from mambalign.engine.checkpoint import load_chat_template, locate, read_facts
 from mambalign.engine.config import (
     CheckpointFacts,
@@ -122,6 +123,9 @@ def parse(parser: Parser, arguments: Sequence[str]) -> tuple[EngineConfig, Serve
         check_values(server)
         if server.chat_template is not None:
             server = replace(server, chat_template=load_chat_template(server.chat_template))
+        if server.ssl_keyfile is not None and server.ssl_certfile is None:
+            raise ConfigError("--ssl-keyfile: needs --ssl-certfile")
+        ApiKeys.read(server)
         config = EngineConfig.from_options(**options)
         facts = read_facts(config.model.model, locate(config.model.model, weights=False))
         check_checkpoint(config, facts)

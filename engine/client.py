@@ -38,6 +38,7 @@ from mambalign.engine.core_process import (
     Stop,
     ToEngine,
 )
+from mambalign.engine.mailbox import Mailbox
 from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
 from mambalign.worker.sampling_params import SamplingParams
 
@@ -131,7 +132,7 @@ class EngineClient:
         self._progress = progress
         self.error: EngineDeadError | ConfigError | None = None  # why nothing can run any more
         self._dead = asyncio.Event()
-        self._queues: dict[str, asyncio.Queue[EngineOutput | Exception]] = {}  # by request id
+        self._mailboxes: dict[str, Mailbox] = {}  # by request id
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._encoder = msgspec.msgpack.Encoder()
@@ -171,7 +172,7 @@ class EngineClient:
 
     @property
     def num_live_requests(self) -> int:
-        return len(self._queues)
+        return len(self._mailboxes)
 
     async def wait_dead(self) -> str:
         """Return, with the reason, once the engine has died. Never returns after an orderly shutdown."""
@@ -186,19 +187,19 @@ class EngineClient:
         """
         requests = [request] if isinstance(request, EngineRequest) else request
         self._check_alive()
-        queue: asyncio.Queue[EngineOutput | Exception] = asyncio.Queue()
+        mailbox = Mailbox()
         live = {r.request_id for r in requests}
         try:
             for r in requests:
-                self._queues[r.request_id] = queue
+                self._mailboxes[r.request_id] = mailbox
                 self._send(Add(r))
             while live:
-                item = await queue.get()
+                item = await mailbox.get()
                 if isinstance(item, Exception):
                     raise item
                 if item.finish_reason:
                     live.discard(item.request_id)
-                    self._queues.pop(item.request_id, None)
+                    self._mailboxes.pop(item.request_id, None)
                 if item.finish_reason == "error":
                     raise EngineError(item.error or "the engine failed")
                 yield item
@@ -208,7 +209,7 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         """Stop a request; outputs that are still on their way are dropped. Unknown ids are ignored."""
-        if self._queues.pop(request_id, None) is not None and self.error is None:
+        if self._mailboxes.pop(request_id, None) is not None and self.error is None:
             self._send(Abort(request_id))
 
     async def stats(self) -> EngineStats:
@@ -229,7 +230,7 @@ class EngineClient:
     async def drain(self) -> None:
         """Take no new request and wait until those that run have ended."""
         self._draining = True
-        while self._queues and self.error is None:
+        while self._mailboxes and self.error is None:
             await asyncio.sleep(0.02)
 
     async def shutdown(self, drain: bool = True) -> None:
@@ -282,11 +283,11 @@ class EngineClient:
         match message:
             case Outputs(outputs):
                 for output in outputs:
-                    if queue := self._queues.get(output.request_id):
-                        queue.put_nowait(output)
+                    if mailbox := self._mailboxes.get(output.request_id):
+                        mailbox.put(output)
             case Rejected(request_id, text):
-                if queue := self._queues.pop(request_id, None):
-                    queue.put_nowait(RequestError(text))
+                if mailbox := self._mailboxes.pop(request_id, None):
+                    mailbox.put(RequestError(text))
             case Reply(call_id, value, error):
                 future = self._calls.get(call_id)
                 if future is not None and not future.done():
@@ -311,11 +312,11 @@ class EngineClient:
     def _fail(self, error: EngineDeadError | ConfigError) -> None:
         """Nothing can run any more: end every request and call with `error`. The first reason stands."""
         self.error = self.error or error
-        for queue in set(self._queues.values()):
-            queue.put_nowait(self.error)
+        for mailbox in set(self._mailboxes.values()):
+            mailbox.put(self.error)
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(self.error)
-        self._queues.clear()
+        self._mailboxes.clear()
         if not self._started.done():
             self._started.set_exception(self.error)

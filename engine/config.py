@@ -130,7 +130,6 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on (0: any free one, printed at start)", low=0, high=65535)
     served_model_name: str | None = option(None, "name in the API (default: the hub id, or the folder's name)")
-    api_key: str | None = option(None, "require this bearer token from clients (default: no token)")
     chat_template: str | None = option(None, "jinja file, or the template itself (default: the checkpoint's)")
     tool_call_parser: str = option(
         "auto",
@@ -142,6 +141,26 @@ class ServerConfig:
         "take <think>...</think> out of the replies, as reasoning_content (auto: if the chat template has such tags)",
         choices=("auto", "think", "none"),
     )
+    api_key: str | None = option(
+        None, "require one of these bearer tokens, separated by commas (also from MAMBALIGN_API_KEY; default: none)"
+    )
+    api_key_file: str | None = option(None, "file with more such tokens, one a line")
+    ssl_certfile: str | None = option(None, "serve HTTPS with this certificate chain, PEM")
+    ssl_keyfile: str | None = option(None, "its private key, PEM (default: in --ssl-certfile)")
+    cors_origins: str | None = option(
+        None, "web origins whose pages may call this server, separated by commas; * for all (default: none)"
+    )
+    max_body_size: int = option(64 << 20, "largest body of a request, bytes or like 8MiB", bytes=True, low=1024)
+    max_live_requests: int = option(
+        1024, "texts in work at once, waiting or running, each choice counts; past it requests get a 429", low=1
+    )
+    request_timeout: float | None = option(
+        None, "seconds after which a request that still runs is aborted (default: never)", low=0.001
+    )
+    write_timeout: float = option(
+        60.0, "seconds after which the request of a client that reads nothing of its answer is aborted", low=0.001
+    )
+    log_prompts: bool = option(False, "write prompts and answers into the access log")
     log_level: str = option("info", "least severe messages to print", choices=("debug", "info", "warning", "error"))
 
 

@@ -1,6 +1,7 @@
 """The engine in one thread: requests in, steps, outputs out. Knows the model and the scheduler, nothing of HTTP."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -274,6 +275,10 @@ class EngineCore:
         outputs, self._endings = self._endings, []
         scheduled = self.scheduler.schedule()
         num_ahead = 0
+        for new in scheduled.new_rows:
+            request = self.scheduler.requests[new.request_id]
+            if request.queue_seconds is None:
+                request.queue_seconds = max(0.0, time.time() - request.arrival_time)
         if scheduled.rows:
             self._launched.append((scheduled, self.runner.execute_model(scheduled)))
             num_ahead = 1 if self._schedules_ahead else 0
@@ -310,15 +315,19 @@ class EngineCore:
     ) -> EngineOutput:
         request, text = live.request, live.new_text
         live.new_text = ""
+        is_first = bool(tokens) and len(tokens) == request.num_output_tokens
+        of_prompt = request.prompt_logprobs if is_first and request.params.prompt_logprobs is not None else None
         return EngineOutput(
             request_id=request.request_id,
             new_text=text,
             new_token_ids=tokens,
             new_logprobs=logprobs[: len(tokens)] if logprobs is not None else None,
+            prompt_logprobs=of_prompt,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             error=error,
             num_cached_tokens=request.num_cached_tokens or 0,
+            queue_seconds=request.queue_seconds or 0.0,
             num_draft_tokens=request.num_draft_tokens,
             num_accepted_tokens=request.num_accepted_tokens,
         )
@@ -352,8 +361,11 @@ class EngineCore:
             num_requests_waiting=len(scheduler.waiting),
             kv_cache_usage=1 - kv.num_free / kv.num_usable,
             mamba_cache_usage=1 - mamba.num_free / mamba.num_usable,
+            kv_cache_blocks=kv.counts(),
+            mamba_cache_blocks=mamba.counts(),
             prefix_cache_queries_total=c.prefix_queries,
             prefix_cache_hits_total=c.prefix_hits,
+            prefix_cache_misses=dict(c.prefix_misses),
             num_preemptions_total=c.preemptions,
             prompt_tokens_total=c.prompt_tokens,
             generation_tokens_total=c.generation_tokens,

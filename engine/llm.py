@@ -46,6 +46,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0  # prompt tokens that choice 0 took from the prefix cache
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens but the first, when asked for
 
     @property
     def num_draft_tokens(self) -> int:
@@ -112,6 +113,7 @@ class LLM:
             choice.add(output)
             if choice.index == 0:
                 result.num_cached_tokens = output.num_cached_tokens
+                result.prompt_logprobs = result.prompt_logprobs or output.prompt_logprobs
         return results
 
     def shutdown(self) -> None:

@@ -8,6 +8,7 @@ that lies behind it, states included.
 
 import hashlib
 import struct
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from mambalign.engine.block_pool import BlockPool
@@ -16,6 +17,12 @@ from mambalign.engine.request import Request
 # A chat prompt ends in a header that the next turn does not contain: a boundary this close to the end of a prompt
 # may lie inside it, so the boundary before is kept as well.
 HEADER_TOKENS = 16
+
+
+# Why a request found nothing: no block is as short as its text; the text was never here; its KV is here and no state
+# at a boundary was kept; it was here and its memory was needed; it was not looked up.
+MISS_CAUSES = ("too_short", "unseen", "no_state", "evicted", "disabled")
+MAX_EVICTED_HASHES = 1 << 15  # remembered, to tell what was evicted from what was never here
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,9 @@ class PrefixCache:
         self.mamba_block_tokens = mamba_block_tokens
         self._children: dict[bytes, set[bytes]] = {}  # cached KV prefix -> its cached extensions by one block
         self._parent: dict[bytes, bytes] = {}
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes whose KV or state was evicted, oldest first
         kv_pool.on_evict = self._drop_kv_subtree
+        mamba_pool.on_evict = self._note_evicted
 
     def extend_hashes(self, request: Request) -> None:
         """Hash the full KV blocks of the request's known tokens that are not hashed yet."""
@@ -68,6 +77,18 @@ class PrefixCache:
         while boundary and self.mamba_pool.lookup(self.state_hash(request, boundary)) is None:
             boundary -= step
         return Hit(boundary, num_matched)
+
+    def miss_cause(self, request: Request, hit: Hit) -> str:
+        """One of `MISS_CAUSES`, for a lookup that found nothing."""
+        size, step = self.kv_block_tokens, self.mamba_block_tokens
+        if request.num_tokens <= step:
+            return "too_short"
+        boundary = min(hit.num_matched_tokens, request.num_tokens - 1) // step * step
+        if boundary:
+            names = [self.state_hash(request, m) for m in range(step, boundary + 1, step)]
+            return "evicted" if any(name in self._evicted for name in names) else "no_state"
+        next_block = request.block_hashes[hit.num_matched_tokens // size]
+        return "evicted" if next_block in self._evicted else "unseen"
 
     def boundaries_to_keep(self, request: Request, hit: Hit) -> list[int]:
         """Boundaries behind the hit whose states a prefill keeps: the prompt's last, and the junction.
@@ -110,6 +131,7 @@ class PrefixCache:
         hash = self.state_hash(request, boundary)
         assert self.kv_pool.lookup(hash) is not None, "state published before its KV"
         if self.mamba_pool.publish(block, hash):
+            self._evicted.pop(hash, None)
             return hash
         self.mamba_pool.touch(self.mamba_pool.lookup(hash))
         return None
@@ -127,6 +149,13 @@ class PrefixCache:
                 pool.forget(hash)
         self._children.clear()
         self._parent.clear()
+        self._evicted.clear()
+
+    def _note_evicted(self, hash: bytes) -> None:
+        self._evicted[hash] = None
+        self._evicted.move_to_end(hash)
+        if len(self._evicted) > MAX_EVICTED_HASHES:
+            self._evicted.popitem(last=False)
 
     def _drop_kv_subtree(self, hash: bytes) -> None:
         """The KV block of `hash` was evicted: nothing behind it can be reached."""
@@ -138,6 +167,7 @@ class PrefixCache:
         stack = [hash]
         while stack:
             dropped = stack.pop()
+            self._note_evicted(dropped)
             self.kv_pool.forget(dropped)
             self.mamba_pool.forget(dropped)
             for child in self._children.pop(dropped, ()):

@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mambalign.worker.sampling_params import SamplingParams
+from mambalign.worker.sampling_params import SamplingParams, TokenLogprobs
 
 
 class RequestStatus(enum.Enum):
@@ -41,9 +41,11 @@ class Request:
     num_computed_tokens: int = 0  # n: tokens whose KV and state are final
     num_admitted_tokens: int = 0  # tokens known at the last admission; a row past them decodes
     num_cached_tokens: int | None = None  # prefix-cache hit of the first admission
+    queue_seconds: float | None = None  # from arrival to the first admission
     num_draft_tokens: int = 0  # drafts verified over the request's life
     num_accepted_tokens: int = 0  # of those, kept in the text
     num_preemptions: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens 1, 2, .., when asked for
 
     admission: int = 0  # numbers this stay in the runner: a result of an earlier one is not the request's any more
     in_flight: deque[InFlight] = field(default_factory=deque)  # oldest first
@@ -74,6 +76,11 @@ class Request:
     def is_decode(self) -> bool:
         """All but the last known token is computed, and that token was sampled since the last admission."""
         return self.num_computed_tokens == self.num_tokens - 1 >= self.num_admitted_tokens
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Prompt tokens must run, cached or not, for their log-probabilities."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     def append(self, token_id: int) -> None:
         self.output_token_ids.append(token_id)

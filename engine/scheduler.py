@@ -45,6 +45,7 @@ class SchedulerCounters:
 
     prefix_queries: int = 0
     prefix_hits: int = 0
+    prefix_misses: Counter[str] = field(default_factory=Counter)  # requests by cause
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0  # requests
@@ -224,7 +225,7 @@ class Scheduler:
         """Admission: hold the cached prefix and start the request's columns from it."""
         hit = Hit(0, 0)
         if self.limits.enable_prefix_caching:
-            hit = self.cache.lookup(request)
+            hit = hit if request.lacks_prompt_logprobs else self.cache.lookup(request)
             request.boundaries = self.cache.boundaries_to_keep(request, hit)
             self.cache.touch_matched(request, hit)
         request.num_computed_tokens = hit.num_tokens
@@ -245,7 +246,10 @@ class Scheduler:
             return  # resumed: only the first admission answers to the hit law
         request.num_cached_tokens = hit.num_tokens
         self.counters.prompt_tokens += request.num_prompt_tokens
-        if self.limits.enable_prefix_caching:
+        looked_up = self.limits.enable_prefix_caching and not request.lacks_prompt_logprobs
+        if hit.num_tokens == 0:
+            self.counters.prefix_misses[self.cache.miss_cause(request, hit) if looked_up else "disabled"] += 1
+        if looked_up:
             self.counters.prefix_queries += request.num_prompt_tokens
             self.counters.prefix_hits += hit.num_tokens
 
@@ -353,6 +357,8 @@ class Scheduler:
         n, size = request.num_computed_tokens, self.limits.mamba_block_tokens
         assert n == row.num_computed_tokens or (self.limits.schedules_ahead and row.is_decode)
         num_final = len(result.token_ids) if row.is_decode else row.num_tokens
+        if result.prompt_logprobs is not None:  # after a preemption some of them are known
+            request.prompt_logprobs += result.prompt_logprobs[max(0, len(request.prompt_logprobs) - n) :]
         request.running_column = next_column(request.running_column, n, row.num_tokens, size)
         request.num_computed_tokens = n + num_final
         kept, finished = self._append_tokens(request, result.token_ids)

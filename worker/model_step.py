@@ -18,9 +18,11 @@ from mambalign.worker.forward_batch import NO_TOKEN, StepRows, forward_batch
 from mambalign.worker.grammar import GrammarCompiler
 from mambalign.worker.input_batch import CachedRequest
 from mambalign.worker.mtp import MtpProposer
-from mambalign.worker.sampler import Sampler, SampleRow
+from mambalign.worker.sampler import Sampler, SampleRow, token_logprobs
 from mambalign.worker.sampling_params import TokenLogprobs
 from mambalign.worker.state_cache import StateCache
+
+PROMPT_LOGITS_ROWS = 64  # rows of logits that are looked at together for a prompt's log-probabilities
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,28 @@ class ModelStep:
             return argmax_rows(logits), [None] * len(logits)
         sampled = self.sampler(logits, self._sample_rows(rows, scheduled, requests))
         return torch.tensor(sampled.token_ids, device=logits.device), sampled.logprobs
+
+    def prompt_logprobs(
+        self, hidden: torch.Tensor, scheduled: list[ScheduledRow], requests: list[CachedRequest]
+    ) -> list[list[TokenLogprobs] | None]:
+        """Of each row whose request asks: the log-probabilities of the prompt's tokens n+1 .. n+q, as far as it goes.
+
+        hidden [T, hidden]. Takes logits of its own, a few rows at a time: a row's bits do not depend on the others.
+        """
+        results: list[list[TokenLogprobs] | None] = []
+        start = 0
+        for row, request in zip(scheduled, requests, strict=True):
+            count, entries = request.params.prompt_logprobs, None
+            if count is not None and not row.is_decode:
+                n, entries = row.num_computed_tokens, []
+                targets = request.prompt_token_ids[n + 1 : n + 1 + row.num_tokens]
+                for at in range(0, len(targets), PROMPT_LOGITS_ROWS):
+                    part = targets[at : at + PROMPT_LOGITS_ROWS]
+                    logits = self.model.compute_logits(hidden[start + at : start + at + len(part)])
+                    entries += token_logprobs(logits, part, [count] * len(part))
+            results.append(entries)
+            start += row.num_tokens
+        return results
 
     def _sample_rows(
         self, rows: StepRows, scheduled: list[ScheduledRow], requests: list[CachedRequest]

@@ -44,6 +44,7 @@ class ModelRunnerV1:
         rows = self._step_rows(scheduled.rows, layout)
         requests = [self.batch.requests[self.batch.row_of[row.request_id]] for row in scheduled.rows]
         hidden = self.step.forward(rows)
+        of_prompts = self.step.prompt_logprobs(hidden, scheduled.rows, requests)
         sampled, logprobs = self.step.sample(rows, self.step.logits(rows, hidden), scheduled.rows, requests)
         verified = self.step.verify(rows, sampled)
         counts = verified.num_kept.tolist()
@@ -57,12 +58,13 @@ class ModelRunnerV1:
         drafts = self._propose(rows, hidden, sampled, num_final, scheduled.rows, tokens)
         self._totals = self._totals.plus(moved.num_rows, moved.num_biased_rows, num_postcopies)
         results, at = [], 0
-        for row, kept, new_drafts in zip(scheduled.rows, tokens, drafts, strict=True):
+        for row, kept, new_drafts, of_prompt in zip(scheduled.rows, tokens, drafts, of_prompts, strict=True):
             request = self.batch.requests[self.batch.row_of[row.request_id]]
             wanted = request.params.logprobs is not None and kept
             num_drafts = row.num_tokens - 1 if row.is_decode else 0
             entries = logprobs[at : at + len(kept)] if wanted else None
-            results.append(RowResult(row.request_id, kept, entries, new_drafts, num_drafts, request.error))
+            result = RowResult(row.request_id, kept, entries, new_drafts, num_drafts, of_prompt, request.error)
+            results.append(result)
             at += row.num_samples
         return RunnerOutput(results, moved.mismatches)
 

@@ -30,10 +30,12 @@ class PendingStep:
         requests: list[CachedRequest],
         numbers: torch.Tensor,
         logprobs: list[TokenLogprobs | None],
+        of_prompts: list[list[TokenLogprobs] | None],
         mismatches: tuple,
     ):
         """numbers int64 [R, 2 + S+1 + S] on the device: tokens kept, drafts verified, tokens, drafts for the next."""
         self._rows, self._requests, self._logprobs, self._mismatches = rows, requests, logprobs, mismatches
+        self._of_prompts = of_prompts
         self._output: RunnerOutput | None = None
         self._is_done = None
         self._numbers = numbers
@@ -52,14 +54,15 @@ class PendingStep:
 
     def _results(self):
         width, at = (self._numbers.shape[1] - 1) // 2, 0  # S + 1
-        for row, request, numbers in zip(self._rows, self._requests, self._numbers.tolist(), strict=True):
+        parts = (self._rows, self._requests, self._numbers.tolist(), self._of_prompts)
+        for row, request, numbers, of_prompt in zip(*parts, strict=True):
             num_kept, num_drafts, *tokens = numbers
             kept, drafts = tokens[:num_kept], [token for token in tokens[width:] if token != NO_TOKEN]
             request.output_token_ids.extend(kept)
             wanted = request.params.logprobs is not None and num_kept
             logprobs = self._logprobs[at : at + num_kept] if wanted else None
             at += row.num_samples
-            yield RowResult(row.request_id, kept, logprobs, drafts, num_drafts, request.error)
+            yield RowResult(row.request_id, kept, logprobs, drafts, num_drafts, of_prompt, request.error)
 
 
 class ModelRunnerV2:
@@ -101,6 +104,7 @@ class ModelRunnerV2:
         step_rows = self._step_rows(lay_out(rows, self.cache, resumed), slots)
         requests = [batch.requests[batch.slot_of[row.request_id]] for row in rows]
         hidden = self.step.forward(step_rows)
+        of_prompts = self.step.prompt_logprobs(hidden, rows, requests)
         if self._last is not None and not all(request.params.is_plain_greedy for request in requests):
             self._last.result()  # the host samples from the texts so far
         sampled, logprobs = self.step.sample(step_rows, self.step.logits(step_rows, hidden), rows, requests)
@@ -109,7 +113,7 @@ class ModelRunnerV2:
         drafts = self._propose(step_rows, slots, hidden, sampled, verified, num_final)
         batch.drafts[slots] = drafts
         numbers = (verified.num_kept[:, None], verified.num_drafts[:, None], verified.token_ids, drafts)
-        self._last = PendingStep(rows, requests, torch.cat(numbers, dim=1), logprobs, moved.mismatches)
+        self._last = PendingStep(rows, requests, torch.cat(numbers, dim=1), logprobs, of_prompts, moved.mismatches)
         return self._last
 
     def copy_totals(self) -> CopyTotals:

@@ -10,15 +10,18 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
+MAX_STOP_CHARACTERS = 1024  # of one stop string
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIASES = 1024  # tokens with a bias
 MAX_GRAMMAR_CHARS = 1 << 18
-MAX_TEMPERATURE = 1000.0
+MAX_TEMPERATURE = 2.0
 MIN_SAMPLING_TEMPERATURE = 1e-5  # below it the noise could no longer change the order: taken as greedy
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities (natural log, of the unmodified logits, fp32) at one generated position."""
+    """Log-probabilities (natural log, of the unmodified logits, fp32) at one position."""
 
-    logprob: float  # of the token that was taken
+    logprob: float  # of the token that was taken, or stands there in the prompt
     top_ids: list[int]  # best first, ties to the lowest id
     top_logprobs: list[float]
 
@@ -60,8 +63,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     max_tokens: int = 16  # tokens generated at most
     min_tokens: int = 0  # before so many, no end-of-text, stop token or stop string ends the text
-    temperature: float = 1.0  # 0..1000; 0 = greedy
-    top_p: float = 1.0  # smallest set of best tokens with this mass, of what top_k and min_p left; 1 = off
+    temperature: float = 1.0  # 0..2; 0 = greedy
+    top_p: float = 1.0  # smallest set of best tokens with this mass, of what top_k and min_p left; > 0; 1 = off
     top_k: int = 0  # 0 or -1 = off
     min_p: float = 0.0  # of the best token's probability; 0 = off
     seed: int | None = None  # None: whoever takes the request in chooses one
@@ -70,12 +73,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0  # > 0, over prompt and output; 1 = off
     logit_bias: dict[int, float] = {}  # token id -> -100..100
     logprobs: int | None = None  # alternatives returned per token, 0..20; None = no log-probabilities
-    stop: list[str] = []  # at most 16, not part of the text
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens; then the prefix cache is not looked up
+    stop: list[str] = []  # at most 16 of 1024 characters; not part of the text
     stop_token_ids: list[int] = []  # end the text; part of the token ids, not of the text
     ignore_eos: bool = False
-    skip_special_tokens: bool = (
-        True  # leave special tokens out of the text (stop strings are looked for in what is left)
-    )
+    skip_special_tokens: bool = True  # leave special tokens out of the text, and out of sight of stop strings
     structured_outputs: StructuredOutputs | None = None  # every token is one that leads to such a text
     n: int = 1  # choices, 1..128; split into one request per choice before the engine
 
@@ -124,6 +126,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"min_tokens must be {limit}, got {self.min_tokens}")
         _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _check_float("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise ValueError(
+                f"top_p must be greater than 0, got {self.top_p:g}; for the best token alone: temperature 0"
+            )
         _check_int("top_k", self.top_k, -1)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
@@ -136,6 +142,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._validate_logit_bias(vocab_size)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         self._validate_stops(vocab_size)
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
@@ -158,6 +166,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def _validate_logit_bias(self, vocab_size: int) -> None:
         if not isinstance(self.logit_bias, dict):
             raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise ValueError(f"logit_bias must hold at most {MAX_LOGIT_BIASES} tokens, got {len(self.logit_bias)}")
         for token_id, bias in self.logit_bias.items():
             _check_int("logit_bias token id", token_id, 0, vocab_size - 1)
             _check_float(f"logit_bias of token {token_id}", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
@@ -169,8 +179,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"stop must hold at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
         if "" in self.stop:
             raise ValueError("stop must not hold an empty string, got ''")
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARACTERS:
+            raise ValueError(f"stop strings must have at most {MAX_STOP_CHARACTERS} characters, got {longest}")
         if not isinstance(self.stop_token_ids, list):
             raise ValueError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(f"stop_token_ids must hold at most {MAX_STOP_TOKEN_IDS}, got {len(self.stop_token_ids)}")
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids entry", token_id, 0, vocab_size - 1)
 

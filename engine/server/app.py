@@ -1,29 +1,31 @@
 """The aiohttp application: every path, the checks that all share, and the small endpoints themselves."""
 
 import asyncio
-import hmac
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from mambalign.engine.client import EngineError
+from mambalign.engine.server.access import add_headers, auth_middleware, cors_middleware, request_id_middleware
 from mambalign.engine.server.answer import json_response
 from mambalign.engine.server.chat import chat_completions
+from mambalign.engine.server.chat_messages import messages_for_template
 from mambalign.engine.server.completions import completions
 from mambalign.engine.server.errors import ApiError, error_middleware, unavailable
 from mambalign.engine.server.protocol import DetokenizeBody, TokenizeBody, parse_body, template_options
+from mambalign.engine.server.responses import responses
 from mambalign.engine.server.state import STATE, ServerState
 
-MAX_BODY_BYTES = 64 << 20
 STATS_SECONDS = 2.0  # how long /metrics waits for an engine in the middle of a step
-OPEN_PATHS = ("/health", "/metrics")  # without --api-key's token: probes and scrapers have none
 
 
 def make_app(state: ServerState) -> web.Application:
     app = web.Application(
-        middlewares=[error_middleware, count_middleware, auth_middleware], client_max_size=MAX_BODY_BYTES
+        middlewares=[request_id_middleware, error_middleware, count_middleware, cors_middleware, auth_middleware],
+        client_max_size=state.options.max_body_size,
     )
     app[STATE] = state
+    app.on_response_prepare.append(add_headers)
     app.add_routes(
         [
             web.get("/health", health),
@@ -32,6 +34,7 @@ def make_app(state: ServerState) -> web.Application:
             web.get("/v1/models/{name:.+}", get_model),
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/responses", responses),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
             web.post("/reset_prefix_cache", reset_prefix_cache),
@@ -49,21 +52,6 @@ async def count_middleware(request: web.Request, handler: web.RequestHandler) ->
         return await handler(request)
     finally:
         state.num_handlers -= 1
-
-
-@web.middleware
-async def auth_middleware(request: web.Request, handler: web.RequestHandler) -> web.StreamResponse:
-    key = request.app[STATE].api_key
-    if key is not None and request.path not in OPEN_PATHS:
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            raise ApiError(
-                401,
-                "this server needs its API key: send `Authorization: Bearer KEY`",
-                code="invalid_api_key",
-                kind="authentication_error",
-            )
-    return await handler(request)
 
 
 async def health(request: web.Request) -> web.Response:
@@ -92,7 +80,7 @@ async def metrics(request: web.Request) -> web.Response:
     if (ready := state.client.ready) is not None:
         state.metrics.engine.num_positions = ready.spec_tokens
         state.metrics.engine.runner_labels = {"runner": ready.runner, "layout": ready.conv_layout}
-    return web.Response(body=generate_latest(state.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    return web.Response(body=state.metrics.text(state.model_name), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 def model_card(state: ServerState) -> dict[str, object]:
@@ -127,8 +115,13 @@ async def tokenize(request: web.Request) -> web.Response:
     if body.prompt is not None:
         tokens = await state.encode(body.prompt)
     else:
-        tokens = (await state.encode_chat(body.messages, template_options(body, body.tools or []))).token_ids
+        tokens = await rendered_ids(state, body)
     return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": ready.max_model_len})
+
+
+async def rendered_ids(state: ServerState, body: TokenizeBody) -> list[int]:
+    options = template_options(body, body.tools or [])
+    return (await state.encode_chat(messages_for_template(body.messages or []), options)).token_ids
 
 
 async def detokenize(request: web.Request) -> web.Response:

@@ -12,6 +12,7 @@ from mambalign.engine.messages import EngineOutput
 from mambalign.engine.server.answer import Answer, check_stream_options, send_answer
 from mambalign.engine.server.assistant_delta import AssistantDelta, CallDelta
 from mambalign.engine.server.assistant_text import AssistantText
+from mambalign.engine.server.chat_messages import messages_for_template
 from mambalign.engine.server.chat_template import RenderedChat
 from mambalign.engine.server.chat_tools import NamedTool, Tool, check_tools
 from mambalign.engine.server.errors import ApiError
@@ -61,7 +62,8 @@ class ChatAnswer(Answer):
         if said.calls:
             message["content"] = said.content or None
             message["tool_calls"] = [new_call(call) for call in said.calls]
-        return self._choice(choice, {"message": message}, choice.token_ids, choice.logprobs, reader.num_calls)
+        part = {"message": message} | self.prompt_logprobs(choice)
+        return self._choice(choice, part, choice.token_ids, choice.logprobs, reader.num_calls)
 
     def chunk_choices(self, choice: Choice, output: EngineOutput) -> list[dict[str, Any]]:
         """The first chunk of a choice says the role and nothing else."""
@@ -70,7 +72,8 @@ class ChatAnswer(Answer):
         if reader is None:
             reader = self._readers[choice.index] = self._make_reader()
             first = {"delta": {"role": "assistant", "content": ""}}
-            chunks.append(self._choice(choice, first, [], None, 0) | {"finish_reason": None, "stop_reason": None})
+            first_chunk = self._choice(choice, first, [], None, 0) | {"finish_reason": None, "stop_reason": None}
+            chunks.append(first_chunk | self.prompt_logprobs(choice))
         said = reader.read(output.new_text)
         if output.finish_reason:
             said.add(reader.finish())
@@ -136,7 +139,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     if None not in (body.max_tokens, body.max_completion_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens are one field: give one", param="max_tokens")
     tools = usable_tools(body, state)
-    chat = await state.encode_chat(body.messages, template_options(body, tools))
+    chat = await state.encode_chat(messages_for_template(body.messages), template_options(body, tools))
     changes: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     changes["structured_outputs"] = structured_outputs(
         state.chat_template,
@@ -156,6 +159,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         prompt_field="messages",
         max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
         default_max_tokens=None,
+        max_tokens_field="max_completion_tokens" if body.max_tokens is None else "max_tokens",
     )
     generation = Generation(state, [chat.token_ids], [params], cache_salt=body.cache_salt, arrival=arrival)
     return await send_answer(request, ChatAnswer(state, body, reader_maker(state, tools, chat)), generation)

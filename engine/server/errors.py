@@ -21,6 +21,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         kind: str = "invalid_request_error",
+        headers: dict[str, str] | None = None,
     ):
         super().__init__(message)
         self.status = status
@@ -28,6 +29,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.kind = kind
+        self.headers = headers or {}
 
     def body(self) -> bytes:
         return msgspec.json.encode(
@@ -42,7 +44,7 @@ class ApiError(Exception):
         )
 
     def response(self) -> web.Response:
-        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else None
+        headers = self.headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
         return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=headers)
 
 
@@ -61,6 +63,13 @@ def as_api_error(error: Exception) -> ApiError:
             return unavailable(str(error), "engine_unavailable")
         case EngineError():
             return ApiError(500, str(error), code="engine_error", kind="server_error")
+        case TimeoutError():
+            return ApiError(
+                504, "the request took longer than this server allows", code="timeout", kind="timeout_error"
+            )
+        case web.HTTPRequestEntityTooLarge():
+            limit = f"the body is larger than this server takes: {error.text}"
+            return ApiError(413, limit, code="body_too_large")
         case web.HTTPException():
             return ApiError(error.status, error.text or error.reason, code=str(error.status))
     log.error("a handler failed", exc_info=error)
@@ -82,6 +91,7 @@ async def error_middleware(request: web.Request, handler: web.RequestHandler) ->
         if isinstance(error, web.HTTPException) and error.status < 400:
             raise
         api_error = as_api_error(error)
+        request["log"] = request.get("log", {}) | {"error": api_error.code or api_error.kind, "param": api_error.param}
         if api_error.status == 404 and api_error.code == "404":
             api_error.message = f"no such path: {request.method} {request.path}"
         return api_error.response()

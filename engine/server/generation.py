@@ -28,21 +28,31 @@ class Choice:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens but the first
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    last_token_time: float = 0.0  # monotonic seconds; the arrival before the first token
+    queue_seconds: float = 0.0  # from arrival to the first step
+    first_token_time: float = 0.0  # monotonic seconds, like the next
+    last_token_time: float = 0.0  # the arrival before the first token
 
     def add(self, output: EngineOutput) -> None:
         self.text += output.new_text
         self.token_ids += output.new_token_ids
         self.logprobs += output.new_logprobs or []
+        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         self.num_cached_tokens = output.num_cached_tokens
+        self.queue_seconds = output.queue_seconds
         self.num_draft_tokens = output.num_draft_tokens
         self.num_accepted_tokens = output.num_accepted_tokens
+
+    @property
+    def mean_logprob(self) -> float:
+        """How likely the model finds the text: a token's mean log-probability."""
+        return sum(lp.logprob for lp in self.logprobs) / max(1, len(self.logprobs))
 
 
 class Generation:
@@ -56,12 +66,17 @@ class Generation:
         *,
         cache_salt: str | None,
         arrival: float,
+        scores_only: bool = False,
     ):
+        """`scores_only`: nothing that is generated is shown, or counts; the prompts' log-probabilities do."""
+        state.admit(sum(one.n for one in params), len(prompts))
         self._state = state
         self._arrival = arrival
+        self._scores_only = scores_only
         self._requests = []
         self._choices: dict[str, Choice] = {}  # by engine request id
         for prompt, one in zip(prompts, params, strict=True):
+            state.metrics.observe_request(one.n, one.max_tokens)
             for request in state.client.factory.split(prompt, one, cache_salt or ""):
                 self._requests.append(request)
                 self._choices[request.request_id] = Choice(
@@ -89,14 +104,25 @@ class Generation:
                             len(output.new_token_ids),
                             choice.last_token_time,
                             now,
-                            is_first=not choice.token_ids,
+                            is_first=choice.first_token_time == 0.0,
                         )
+                        choice.first_token_time = choice.first_token_time or now
                         choice.last_token_time = now
+                    if self._scores_only:
+                        output = without_tokens(output)
                     choice.add(output)
                     if output.finish_reason:
-                        metrics.e2e_request_latency.observe(now - self._arrival)
+                        metrics.observe_choice(
+                            arrival=self._arrival,
+                            queue_seconds=choice.queue_seconds,
+                            first_token=choice.first_token_time or now,
+                            now=now,
+                            num_prompt=len(choice.prompt_token_ids),
+                            num_output=len(choice.token_ids),
+                        )
                         metrics.finished.labels(output.finish_reason).inc()
                     yield choice, output
+            metrics.observe_end(max(len(choice.token_ids) for choice in self.choices))
         except EngineError:
             reason = "error"
             raise
@@ -104,6 +130,12 @@ class Generation:
             unfinished = sum(choice.finish_reason is None for choice in self.choices)
             if unfinished:
                 metrics.finished.labels(reason).inc(unfinished)
+
+    @property
+    def deadline(self) -> float | None:
+        """When the answer must have ended, in seconds of the event loop's clock."""
+        limit = self._state.options.request_timeout
+        return None if limit is None else self._arrival + limit
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far. A prompt counts once, however many choices it has; cached is what choice 0 found."""
@@ -124,6 +156,39 @@ class Generation:
         }
 
 
+def log_fields(generation: Generation, body: Any, tokenizer: Any, with_texts: bool) -> dict[str, Any]:
+    """What the access log says of a generation; its texts only when asked for."""
+    usage = generation.usage()
+    fields = {
+        "user": body.user,
+        "stream": bool(body.stream),
+        "choices": len(generation.choices),
+        "finish_reasons": [choice.finish_reason or "abort" for choice in generation.choices],
+        "prompt_tokens": usage["prompt_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+        **usage["prompt_tokens_details"],
+        **usage["completion_tokens_details"],
+    }
+    if with_texts:
+        firsts = [choice for choice in generation.choices if choice.is_first_of_prompt]
+        fields["prompts"] = [tokenizer.decode(choice.prompt_token_ids) for choice in firsts]
+        fields["texts"] = [choice.text for choice in generation.choices]
+    return fields
+
+
+def without_tokens(output: EngineOutput) -> EngineOutput:
+    """As if no token had been asked for."""
+    reason = output.finish_reason and "length"
+    return msgspec.structs.replace(
+        output,
+        new_text="",
+        new_token_ids=[],
+        new_logprobs=None if output.new_logprobs is None else [],
+        finish_reason=reason,
+        stop_reason=None,
+    )
+
+
 def fit_params(
     state: ServerState,
     params: SamplingParams,
@@ -132,6 +197,7 @@ def fit_params(
     prompt_field: str,
     max_tokens: int | None,
     default_max_tokens: int | None,
+    max_tokens_field: str = "max_tokens",
 ) -> SamplingParams:
     """Check a prompt and its parameters against the model. Raises ApiError 400 naming field and limit.
 
@@ -157,13 +223,16 @@ def fit_params(
     try:
         params.validate(vocab_size)
     except ValueError as error:
-        raise value_error(error) from error
+        text = str(error)
+        if text.startswith("max_tokens "):
+            text = max_tokens_field + text.removeprefix("max_tokens")
+        raise value_error(ValueError(text)) from error
     if params.max_tokens > room:
         raise ApiError(
             400,
-            f"max_tokens is {params.max_tokens}, but {len(prompt)} prompt tokens leave room for {room} "
+            f"{max_tokens_field} is {params.max_tokens}, but {len(prompt)} prompt tokens leave room for {room} "
             f"(max_model_len {limit})",
-            param="max_tokens",
+            param=max_tokens_field,
             code="context_length_exceeded",
         )
     return params

@@ -1,61 +1,26 @@
-"""Prometheus metrics: the engine's statistics as they are, and latencies measured on the API side.
+"""Prometheus metrics: the engine's statistics as they are, and times and sizes measured on the API side.
 
-Every name is there from the start, at 0.
+Every name is there from the start, at 0, and has the label `model_name`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from mambalign.engine.messages import EngineStats
+from mambalign.engine.prefix_cache import MISS_CAUSES
+from mambalign.engine.server.metric_names import OLD_NAMES, PREFIX, STATS_HELP, STATS_LABELS, STATS_NAMES
 
-PREFIX = "mambalign:"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-# Names that differ from the field's, because dashboards know them so.
-NAMES = {
-    "kv_cache_usage": "kv_cache_usage_perc",
-    "mamba_cache_usage": "mamba_cache_usage_perc",
-    "spec_decode_accepted_per_position": "spec_decode_num_accepted_tokens_per_pos_total",
-    "fused_copy_checks": "fused_copy_checks_total",
-    "fused_copy_copies": "fused_copy_copies_total",
-}
-HELP = {
-    "num_requests_running": "Requests in the running batch",
-    "num_requests_waiting": "Requests that wait for room",
-    "kv_cache_usage": "Share of KV blocks that requests hold, 0 to 1",
-    "mamba_cache_usage": "Share of recurrent-state blocks that requests hold, 0 to 1",
-    "prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache",
-    "prefix_cache_hits_total": "Prompt tokens found in the prefix cache",
-    "num_preemptions_total": "Requests preempted",
-    "prompt_tokens_total": "Prompt tokens taken in",
-    "generation_tokens_total": "Tokens generated",
-    "spec_decode_num_drafts_total": "Steps of a request that verified drafts",
-    "spec_decode_num_draft_tokens_total": "Draft tokens verified",
-    "spec_decode_num_accepted_tokens_total": "Draft tokens kept",
-    "spec_decode_accepted_per_position": "Draft tokens kept, by position in the draft",
-    "precopies_total": "Rows whose state moved before a forward pass",
-    "precopies_biased_total": "Of those, with a token bias above 0",
-    "postcopies_total": "Boundary states copied after sampling",
-    "fused_copy_checks": "Rows and steps compared with the scalar copy path",
-    "fused_copy_copies": "Of those, rows whose state moved",
-    "fused_copy_mismatches_total": "Of those, rows that differed",
-}
-
-
-def labelled(
-    name: str, text: str, label: str, counts: dict[Any, int], fixed: dict[str, str] | None = None
-) -> CounterMetricFamily:
-    """One counter a key of `counts`, under `label`; `fixed` labels come first and are the same for all."""
-    fixed = fixed or {}
-    family = CounterMetricFamily(name, text, labels=[*fixed, label])
-    for key, count in counts.items():
-        family.add_metric([*fixed.values(), str(key)], count)
-    return family
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+CHOICES = (1, 2, 5, 10, 20, 50, 100)
+BLOCK_STATES = ("held", "cached", "free")
 
 
 class StatsCollector(Collector):
@@ -68,27 +33,39 @@ class StatsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for field, value in msgspec.structs.asdict(self.stats).items():
-            name, text = PREFIX + NAMES.get(field, field), HELP.get(field, field)
+            name, text = PREFIX + STATS_NAMES.get(field, field), STATS_HELP.get(field, field)
+            make = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             if isinstance(value, list):
-                positions = range(self.num_positions)
-                yield labelled(name, text, "position", dict.fromkeys(positions, 0) | dict(enumerate(value)))
+                value = dict.fromkeys(range(self.num_positions), 0) | dict(enumerate(value))
+                yield labelled(make(name, text, labels=["position"]), value)
             elif isinstance(value, dict):
-                biases = [str(bias) for bias in range(self.num_positions + 1)]
-                yield labelled(name, text, "bias", dict.fromkeys(biases, 0) | value, self.runner_labels)
-            elif name.endswith("_total"):
-                yield CounterMetricFamily(name, text, value=value)
+                label = STATS_LABELS[field]
+                fixed = self.runner_labels if label == "bias" else {}
+                counts = dict.fromkeys(self._keys(label), 0) | value
+                yield labelled(make(name, text, labels=[*fixed, label]), counts, fixed)
             else:
-                yield GaugeMetricFamily(name, text, value=value)
+                yield make(name, text, value=value)
+
+    def _keys(self, label: str) -> Iterable[str]:
+        biases = [str(bias) for bias in range(self.num_positions + 1)]
+        return {"bias": biases, "cause": MISS_CAUSES, "state": BLOCK_STATES}[label]
+
+
+def labelled(family: Any, counts: dict[Any, int], fixed: dict[str, str] | None = None) -> Metric:
+    """One value a key of `counts`; `fixed` labels come first and are the same for all."""
+    for key, count in counts.items():
+        family.add_metric([*(fixed or {}).values(), str(key)], count)
+    return family
 
 
 class Metrics:
-    """One registry: the engine's collector, the latency histograms, requests by how they ended."""
+    """The engine's collector, what is measured here, and requests by how they ended."""
 
     def __init__(self) -> None:
         disable_created_metrics()
-        self.registry = CollectorRegistry()
+        self._registry = CollectorRegistry()
         self.engine = StatsCollector()
-        self.registry.register(self.engine)
+        self._registry.register(self.engine)
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From the request's arrival to its first token"
         )
@@ -98,17 +75,33 @@ class Metrics:
         self.e2e_request_latency = self._histogram(
             "e2e_request_latency_seconds", "From the request's arrival to its last token"
         )
+        self._queue_time = self._histogram("request_queue_time_seconds", "From arrival to the first step")
+        self._prefill_time = self._histogram("request_prefill_time_seconds", "From the first step to the first token")
+        self._decode_time = self._histogram("request_decode_time_seconds", "From the first token to the last")
+        self._inference_time = self._histogram(
+            "request_inference_time_seconds", "From the first step to the last token"
+        )
+        self._time_per_output_token = self._histogram(
+            "request_time_per_output_token_seconds", "Decode time of a request by its tokens but the first"
+        )
+        self._prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request", TOKENS)
+        self._generation_tokens = self._histogram("request_generation_tokens", "Tokens generated for a request", TOKENS)
+        self._max_generation_tokens = self._histogram(
+            "request_max_num_generation_tokens", "Tokens generated for the longest choice of a request", TOKENS
+        )
+        self._params_n = self._histogram("request_params_n", "Choices that a request asks for", CHOICES)
+        self._params_max_tokens = self._histogram("request_params_max_tokens", "max_tokens of a request", TOKENS)
         self.finished = Counter(
             f"{PREFIX}request_success",
             "Requests by how they ended",
             ["finished_reason"],
-            registry=self.registry,
+            registry=self._registry,
         )
         for reason in FINISH_REASONS:
             self.finished.labels(reason)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(PREFIX + name, text, buckets=SECONDS, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
 
     def observe_tokens(self, num_tokens: int, since: float, now: float, *, is_first: bool) -> None:
         """`num_tokens` came at `now`; `since` is the arrival for the first, else the time of the last ones."""
@@ -117,3 +110,56 @@ class Metrics:
             return
         for _ in range(num_tokens):
             self.inter_token_latency.observe((now - since) / num_tokens)
+
+    def observe_request(self, n: int, max_tokens: int) -> None:
+        """A prompt was taken in, with what it asks for."""
+        self._params_n.observe(n)
+        self._params_max_tokens.observe(max_tokens)
+
+    def observe_choice(
+        self, *, arrival: float, queue_seconds: float, first_token: float, now: float, num_prompt: int, num_output: int
+    ) -> None:
+        """A choice came to its end at `now`; times are of one clock, in seconds, the counts in tokens."""
+        start = min(arrival + queue_seconds, first_token)
+        self.e2e_request_latency.observe(now - arrival)
+        self._queue_time.observe(queue_seconds)
+        self._prefill_time.observe(first_token - start)
+        self._decode_time.observe(now - first_token)
+        self._inference_time.observe(now - start)
+        self._prompt_tokens.observe(num_prompt)
+        self._generation_tokens.observe(num_output)
+        if num_output > 1:
+            self._time_per_output_token.observe((now - first_token) / (num_output - 1))
+
+    def observe_end(self, num_longest: int) -> None:
+        """All choices of a request have ended; the longest has so many tokens."""
+        self._max_generation_tokens.observe(num_longest)
+
+    def text(self, model_name: str) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(_ForDashboards(self._registry, model_name))
+
+
+class _ForDashboards:
+    """A registry's metrics with the label that dashboards choose by, and under old names too."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str):
+        self._registry = registry
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        old_names: dict[str, list[str]] = {}
+        for old, new in OLD_NAMES.items():
+            old_names.setdefault(PREFIX + new.removesuffix("_total"), []).append(PREFIX + old.removesuffix("_total"))
+        for metric in self._registry.collect():
+            yield self._copy(metric, metric.name)
+            for old in old_names.get(metric.name, ()):
+                yield self._copy(metric, old)
+
+    def _copy(self, metric: Metric, name: str) -> Metric:
+        copy = Metric(name, metric.documentation, metric.type)
+        label = {"model_name": self._model_name}
+        for sample in metric.samples:
+            full_name = name + sample.name.removeprefix(metric.name)
+            copy.samples.append(Sample(full_name, label | sample.labels, sample.value))
+        return copy

@@ -5,7 +5,7 @@ A field that is not here is refused, and so is one of OpenAI's that this server 
 """
 
 import re
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -13,36 +13,9 @@ from mambalign.engine.server.chat_messages import AnyMessage, check_parts
 from mambalign.engine.server.chat_template import TemplateOptions
 from mambalign.engine.server.chat_tools import Tool, ToolChoice
 from mambalign.engine.server.errors import ApiError
+from mambalign.engine.server.openai_fields import CHAT, COMPLETION, MESSAGE, FieldTable
 from mambalign.engine.server.structured import ResponseFormat, StructuredFields
 from mambalign.worker.sampling_params import SamplingParams
-
-# OpenAI's fields that are not served, each with the values that ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "metadata": ({},),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "prompt_cache_key": (),
-    "prompt_cache_retention": (),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "verbosity": (),
-    "web_search_options": (),
-}
-UNSUPPORTED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "refusal": (),
-}
-
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -50,11 +23,14 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Any body. The fields that choose tokens are `SamplingParams`'s, and checked there."""
 
+    openai_fields: ClassVar[FieldTable] = {}  # what the endpoint does with each of OpenAI's fields
+
     model: str | None = None
 
 
-class GenerationBody(Body, forbid_unknown_fields=True, kw_only=True):
-    max_tokens: int | None = None
+class SamplingBody(Body, forbid_unknown_fields=True, kw_only=True):
+    """What the three endpoints that generate have in common."""
+
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -69,11 +45,9 @@ class GenerationBody(Body, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None  # of the text (default: yes); not where tags of a chat are such tokens
-    n: int | None = None
+    structured_outputs: StructuredFields | None = None
     stream: bool | None = None
     stream_options: "StreamOptions | None" = None
-    return_token_ids: bool | None = None  # adds token_ids and prompt_token_ids to each choice
-    structured_outputs: StructuredFields | None = None
     cache_salt: str | None = None  # prefixes are shared between requests of one salt only
     user: str | None = None  # says who asks; changes nothing
 
@@ -86,17 +60,30 @@ class GenerationBody(Body, forbid_unknown_fields=True, kw_only=True):
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
+class GenerationBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
+    max_tokens: int | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None  # alternatives for each token of the prompt
+    return_token_ids: bool | None = None  # adds token_ids and prompt_token_ids to each choice
+
+
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
+    openai_fields = COMPLETION
+
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None  # alternatives a token
+    best_of: int | None = None  # texts generated, of which the n likeliest are returned
+    echo: bool | None = None  # the prompt is part of the text; max_tokens may then be 0
 
 
 class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
+    openai_fields = CHAT
+
     messages: list[AnyMessage]
     tools: list[Tool] | None = None
     add_generation_prompt: bool | None = None  # end with the head of the assistant's reply (default: yes)
@@ -109,6 +96,8 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     tool_choice: ToolChoice | None = None  # default: auto
     parallel_tool_calls: bool | None = None  # default: true
     response_format: ResponseFormat | None = None
+    prompt_cache_key: str | None = None  # a hint that changes nothing: all requests share one cache
+    safety_identifier: str | None = None  # says who asks, like `user`
 
 
 class TokenizeBody(Body, forbid_unknown_fields=True, kw_only=True):
@@ -147,11 +136,11 @@ def parse_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ApiError(400, "the body must be a JSON object")
-    drop_neutral(raw, UNSUPPORTED.keys() - kind.__struct_fields__, UNSUPPORTED, "")
+    drop_neutral(raw, kind.openai_fields, "")
     messages = raw.get("messages")
     for index, message in enumerate(messages if isinstance(messages, list) else []):
         if isinstance(message, dict):
-            drop_neutral(message, UNSUPPORTED_IN_MESSAGE.keys(), UNSUPPORTED_IN_MESSAGE, f"messages[{index}].")
+            drop_neutral(message, MESSAGE, f"messages[{index}].")
             check_parts(message, f"messages[{index}]")
             for name in [name for name, value in message.items() if value is None and name != "content"]:
                 del message[name]
@@ -161,14 +150,17 @@ def parse_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
         raise validation_error(str(error)) from error
 
 
-def drop_neutral(raw: dict[str, Any], names: Any, table: dict[str, tuple[Any, ...]], path: str) -> None:
-    """Take unsupported fields that ask for nothing out of `raw`; raise ApiError for one that asks."""
-    for name in names & raw.keys():
+def drop_neutral(raw: dict[str, Any], table: FieldTable, path: str) -> None:
+    """Take refused fields that ask for nothing out of `raw`; raise ApiError for one that asks."""
+    for name in table.keys() & raw.keys():
+        refused = table[name]
+        if refused is None:
+            continue
         value = raw.pop(name)
-        if value is not None and not any(value == v and type(value) is type(v) for v in table[name]):
+        if value is not None and not any(value == v and type(value) is type(v) for v in refused.neutral):
             raise ApiError(
                 400,
-                f"{path}{name} is not supported by this server: leave it out",
+                f"{path}{name} is not supported by this server: {refused.instead}",
                 param=path + name,
                 code="unsupported_parameter",
             )

@@ -2,20 +2,23 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import logging
 import os
 import signal
+import ssl
 import sys
 
 from aiohttp import web
-from aiohttp.abc import AbstractAccessLogger
 
+from mambalign.engine.api_keys import ApiKeys
 from mambalign.engine.checkpoint import load_tokenizer
 from mambalign.engine.client import EngineClient, EngineError
 from mambalign.engine.config import CheckpointFacts, ConfigError, EngineConfig, ServerConfig
 from mambalign.engine.core_process import DEFAULT_CORE, LOG_FORMAT, Ready
-from mambalign.engine.server.app import OPEN_PATHS, make_app
+from mambalign.engine.server.access import AccessLog, make_access_logger
+from mambalign.engine.server.app import make_app
 from mambalign.engine.server.chat_template import ChatTemplate
 from mambalign.engine.server.state import ServerState
 from mambalign.engine.server.token_text import TokenText
@@ -26,7 +29,16 @@ LAST_ANSWERS_SECONDS = 1.0  # a dead engine's server lives on so long, to say so
 def run_server(config: EngineConfig, server: ServerConfig, facts: CheckpointFacts, *, core: str = DEFAULT_CORE) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0 after a drained stop, 1 for a failure, 2 for a refused option."""
     logging.basicConfig(level=server.log_level.upper(), format=LOG_FORMAT)
-    return asyncio.run(Server(config, server, facts, core).run())
+
+    async def run() -> int:
+        try:
+            made = Server(config, server, facts, core)
+        except ConfigError as error:
+            complain(str(error))
+            return 2
+        return await made.run()
+
+    return asyncio.run(run())
 
 
 def say(text: str) -> None:
@@ -37,13 +49,24 @@ def complain(text: str) -> None:
     print(f"serve: error: {text}", file=sys.stderr, flush=True)
 
 
-class AccessLog(AbstractAccessLogger):
-    """One line a request; probes and scrapers only at level debug."""
+def tls_context(options: ServerConfig) -> ssl.SSLContext | None:
+    """For HTTPS, when it is asked for. Raises ConfigError."""
+    if options.ssl_certfile is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        name = f"--ssl-certfile {options.ssl_certfile}"
+        raise ConfigError(f"{name}: cannot be used: {error.strerror or error}") from error
+    return context
 
-    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
-        level = logging.DEBUG if request.path in OPEN_PATHS else logging.INFO
-        line = f"{request.remote} {request.method} {request.path} {response.status} in {time:.3f} s"
-        self.logger.log(level, line)
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class Server:
@@ -56,7 +79,8 @@ class Server:
             config, progress=lambda text: say(f"  {text}"), core=core, log_level=server.log_level
         )
         name = server.served_model_name or facts.name
-        self.state = ServerState(self.client, name, server.api_key)
+        self.state = ServerState(self.client, name, server, ApiKeys.read(server))
+        self.tls = tls_context(server)
         self.stop_signal = asyncio.Event()
 
     async def run(self) -> int:
@@ -67,10 +91,11 @@ class Server:
             make_app(self.state),
             handler_cancellation=True,  # a client that leaves ends its handler, and that aborts its requests
             access_log_class=AccessLog,
+            access_log=make_access_logger(logging.getLogger().level),
             shutdown_timeout=LAST_ANSWERS_SECONDS,
         )
         await runner.setup()
-        site = web.TCPSite(runner, self.options.host, self.options.port)
+        site = web.TCPSite(runner, self.options.host, self.options.port, ssl_context=self.tls)
         try:
             await site.start()
         except OSError as error:
@@ -144,7 +169,9 @@ class Server:
             say(f"  {line}")
         url = self.url(site)
         body = {"model": self.state.model_name, "prompt": "def read_lines(path):", "max_tokens": 64, "temperature": 0}
-        key = " -H 'Authorization: Bearer KEY'" if self.options.api_key else ""
+        key = " -H 'Authorization: Bearer KEY'" if self.state.api_keys else ""
+        if not is_loopback(self.options.host) and not self.state.api_keys:
+            say(f"warning: on {self.options.host} everyone who reaches this machine can use it; see --api-key")
         say(f"serving {self.state.model_name} at {url}/v1 (Ctrl-C stops); try:")
         say(f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'")
 
@@ -153,4 +180,5 @@ class Server:
         host, port = self.options.host, site._server.sockets[0].getsockname()[1]  # the port that 0 became
         if host in ("0.0.0.0", "::"):
             host = "localhost"
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self.tls is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

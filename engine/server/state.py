@@ -3,17 +3,20 @@
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from mambalign.engine.api_keys import ApiKeys
 from mambalign.engine.client import EngineClient
+from mambalign.engine.config import ServerConfig
 from mambalign.engine.core_process import Ready
-from mambalign.engine.server.chat_messages import AnyMessage, messages_for_template
 from mambalign.engine.server.chat_template import ChatTemplate, RenderedChat, TemplateOptions
 from mambalign.engine.server.errors import ApiError, unavailable
 from mambalign.engine.server.metrics import Metrics
 from mambalign.engine.server.token_text import TokenText
+
+RETRY_AFTER_SECONDS = 1  # what a refused client is told to wait
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +26,8 @@ if TYPE_CHECKING:
 class ServerState:
     client: EngineClient
     model_name: str
-    api_key: str | None = None
+    options: ServerConfig = field(default_factory=ServerConfig)
+    api_keys: ApiKeys = field(default_factory=lambda: ApiKeys([]))
     tokenizer: "PreTrainedTokenizerBase | None" = None  # filled while the engine loads, like the next two
     token_text: TokenText | None = None
     chat_template: ChatTemplate | None = None
@@ -31,6 +35,30 @@ class ServerState:
     draining: bool = False
     started: float = field(default_factory=time.time)
     num_handlers: int = 0  # that are at work now
+
+    @property
+    def cors_origins(self) -> set[str]:
+        """Web origins whose pages may read answers."""
+        return {origin.strip().rstrip("/") for origin in (self.options.cors_origins or "").split(",")} - {""}
+
+    def admit(self, num_texts: int, num_prompts: int = 1) -> None:
+        """Raise ApiError for a request of so many texts: 400 when it can never be taken in, 429 when not now."""
+        limit = self.options.max_live_requests
+        if num_texts > limit:
+            name = "prompt" if num_prompts > 1 else "n"
+            raise ApiError(
+                400,
+                f"{name}: this request asks for {num_texts} texts (prompts times choices); at most {limit} are taken",
+                param=name,
+            )
+        if self.client.num_live_requests + num_texts > limit:
+            raise ApiError(
+                429,
+                f"{self.client.num_live_requests} of {limit} texts are in work: try again later",
+                code="queue_full",
+                kind="rate_limit_error",
+                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+            )
 
     @property
     def is_ready(self) -> bool:
@@ -60,8 +88,8 @@ class ServerState:
         """Token ids of a prompt, with the tokenizer's own start token if it adds one."""
         return await asyncio.to_thread(self.tokenizer.encode, text)
 
-    async def encode_chat(self, messages: list[AnyMessage], options: TemplateOptions) -> RenderedChat:
-        """A conversation in the checkpoint's chat template. Raises ApiError 400."""
+    async def encode_chat(self, messages: list[dict[str, Any]], options: TemplateOptions) -> RenderedChat:
+        """A conversation, of messages as templates take them, in the chat template. Raises ApiError 400."""
         if not self.chat_template:
             raise ApiError(
                 400,
@@ -70,7 +98,7 @@ class ServerState:
                 param="messages",
                 code="no_chat_template",
             )
-        return await asyncio.to_thread(self.chat_template.render, messages_for_template(messages), options)
+        return await asyncio.to_thread(self.chat_template.render, messages, options)
 
 
 STATE = web.AppKey("state", ServerState)

@@ -70,6 +70,22 @@ def chat_logprobs(tokens: TokenText, ids: list[int], logprobs: list[TokenLogprob
     }  # fmt: skip
 
 
+def prompt_logprobs(tokens: TokenText, ids: list[int], logprobs: list[TokenLogprobs]) -> list[dict[str, Any] | None]:
+    """Of each token of a prompt, as other servers tell them: null for the first, then token id -> its entry.
+
+    An entry's rank counts from 1; null for the prompt's own token when it is not among the alternatives.
+    """
+    lists: list[dict[str, Any] | None] = [None]
+    for token_id, lp in zip(ids[1:], logprobs, strict=True):
+        entries = {str(token_id): {"logprob": max(lp.logprob, LOWEST_LOGPROB), "rank": None}}
+        for i, (top_id, value) in enumerate(zip(lp.top_ids, lp.top_logprobs, strict=True)):
+            entries[str(top_id)] = {"logprob": max(value, LOWEST_LOGPROB), "rank": i + 1}
+        for key, entry in entries.items():
+            entry["decoded_token"] = tokens.text_of(int(key))
+        lists.append(entries)
+    return lists
+
+
 class CompletionLogprobs:
     """OpenAI's older style for one choice: parallel lists. Counts characters, so a stream goes on where it was."""
 
@@ -78,12 +94,20 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def add(self, ids: list[int], logprobs: list[TokenLogprobs]) -> dict[str, list[Any]]:
-        """The lists for the next tokens. `top_logprobs` also holds the token that was taken."""
+    def add(self, ids: list[int], logprobs: list[TokenLogprobs | None], num_textless: int = 0) -> dict[str, list[Any]]:
+        """The lists for the next tokens. `top_logprobs` also holds the token that was taken.
+
+        A token without log-probabilities (the first of a prompt) has null; the first `num_textless` tokens (a start
+        token that the tokenizer put there) are no part of the text.
+        """
         offsets, tops = [], []
-        for token_id, lp in zip(ids, logprobs, strict=True):
+        for i, (token_id, lp) in enumerate(zip(ids, logprobs, strict=True)):
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self._tokens.bytes_of(token_id)))
+            if i >= num_textless:
+                self._offset += len(self._decoder.decode(self._tokens.bytes_of(token_id)))
+            if lp is None:
+                tops.append(None)
+                continue
             top: dict[str, float] = {}
             for top_id, value in zip(lp.top_ids, lp.top_logprobs, strict=True):
                 top.setdefault(self._tokens.text_of(top_id), max(value, LOWEST_LOGPROB))
@@ -91,7 +115,7 @@ class CompletionLogprobs:
             tops.append(top)
         return {
             "tokens": [self._tokens.text_of(token_id) for token_id in ids],
-            "token_logprobs": [max(lp.logprob, LOWEST_LOGPROB) for lp in logprobs],
+            "token_logprobs": [max(lp.logprob, LOWEST_LOGPROB) if lp else None for lp in logprobs],
             "top_logprobs": tops,
             "text_offset": offsets,
         }

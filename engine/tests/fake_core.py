@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mambalign.engine.checkpoint import read_facts
 from mambalign.engine.config import ConfigError, EngineConfig, resolve
+from mambalign.engine.detokenizer import Detokenizer
 from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
 from mambalign.worker.sampling_params import TokenLogprobs
 
@@ -59,13 +60,13 @@ class LightTokenizer:
     """The checkpoint's tokenizer without transformers, which takes seconds to import."""
 
     def __init__(self, folder: Path):
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        return self.backend.encode(text).ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 class FakeCore:
@@ -88,7 +89,7 @@ class FakeCore:
         self.spec_tokens, self.spec_method = config.spec.spec_tokens, config.spec.spec_method
         self._requests: dict[str, EngineRequest] = {}
         self._ids: dict[str, list[int]] = {}
-        self._texts: dict[str, str] = {}
+        self._detokenizers: dict[str, Detokenizer] = {}
         self._replies: dict[str, list[int]] = {}
         self._cached: dict[str, int] = {}
         self._seen: set[tuple[int, ...]] = set()
@@ -100,11 +101,15 @@ class FakeCore:
         if not request.prompt_token_ids or len(request.prompt_token_ids) >= self.max_model_len:
             raise ValueError(f"prompt must hold 1 to {self.max_model_len - 1} tokens")
         prompt = tuple(request.prompt_token_ids)
-        self._cached[request.request_id] = len(prompt) - 1 if prompt in self._seen else 0
+        is_cached = prompt in self._seen and request.params.prompt_logprobs is None
+        self._cached[request.request_id] = len(prompt) - 1 if is_cached else 0
         self._seen.add(prompt)
         self._requests[request.request_id] = request
-        self._ids[request.request_id], self._texts[request.request_id] = [], ""
-        self._replies[request.request_id] = self._reply(request.prompt_token_ids)
+        params, name = request.params, request.request_id
+        self._ids[name], self._replies[name] = [], self._reply(request.prompt_token_ids)
+        self._detokenizers[name] = Detokenizer(
+            self.tokenizer.backend, (), params.stop, skip_special_tokens=params.skip_special_tokens
+        )
         self._count(
             prompt_tokens_total=len(prompt),
             prefix_cache_queries_total=len(prompt),
@@ -116,7 +121,7 @@ class FakeCore:
         text = self.tokenizer.decode(prompt, skip_special_tokens=False)
         if SAY[0] in text:
             return [*self.tokenizer.encode(text.partition(SAY[0])[2].partition(SAY[1])[0]), EOS]
-        return (prompt * (self.max_model_len // len(prompt) + 1))[: self.max_model_len]
+        return (prompt * (self.max_model_len // len(prompt) + 2))[: self.max_model_len + 1]
 
     def abort(self, request_id: str) -> None:
         if self._requests.pop(request_id, None):
@@ -142,23 +147,28 @@ class FakeCore:
 
     def _advance(self, request: EngineRequest) -> EngineOutput:
         params, prompt = request.params, request.prompt_token_ids
-        ids, old_text = self._ids[request.request_id], self._texts[request.request_id]
+        ids, detokenizer = self._ids[request.request_id], self._detokenizers[request.request_id]
         if ERROR in prompt:
             return EngineOutput(request.request_id, finish_reason="error", error="told to fail")
         room = min(params.max_tokens, self.max_model_len - len(prompt)) - len(ids)
-        new = self._replies[request.request_id][len(ids) :][: min(1 + self.spec_tokens, room)]
-        ids += new
-        has_ended = EOS in new and SAY[0] in self.tokenizer.decode(prompt)
-        shown = ids[:-1] if has_ended else ids
-        text, stop_reason = self.tokenizer.decode(shown, params.skip_special_tokens).rstrip("\ufffd"), None
-        reason = "stop" if has_ended else None
-        for stop in params.stop:
-            if stop in text:
-                text, reason, stop_reason = text[: text.index(stop)], "stop", stop
+        reply = self._replies[request.request_id]
+        new, text, reason = [], "", None
+        while len(new) < min(1 + self.spec_tokens, room) and reason is None:
+            new.append(reply[len(ids)])
+            ids.append(new[-1])
+            if len(ids) == len(reply):  # its end
+                reason, text = "stop", text + detokenizer.finish()
+                break
+            text += detokenizer.append(new[-1])
+            if detokenizer.stop_string is not None:
+                reason = "stop"
         if reason is None and len(new) == room:
             reason = "length"
-        self._texts[request.request_id] = text
+            text += detokenizer.finish()
         drafts = len(ids) - 1
+        of_prompt = None
+        if params.prompt_logprobs is not None and len(new) == len(ids):
+            of_prompt = [self._logprobs(t, params.prompt_logprobs) for t in prompt[1:]]
         self._count(
             generation_tokens_total=len(new),
             spec_decode_num_drafts_total=1,
@@ -167,11 +177,12 @@ class FakeCore:
         )
         return EngineOutput(
             request_id=request.request_id,
-            new_text=text[len(old_text) :],
+            new_text=text,
             new_token_ids=new,
             new_logprobs=[self._logprobs(t, params.logprobs) for t in new] if params.logprobs is not None else None,
+            prompt_logprobs=of_prompt,
             finish_reason=reason,
-            stop_reason=stop_reason,
+            stop_reason=detokenizer.stop_string,
             num_cached_tokens=self._cached[request.request_id],
             num_draft_tokens=drafts + 1,
             num_accepted_tokens=drafts,

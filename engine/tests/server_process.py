@@ -59,7 +59,7 @@ class ServerProcess:
     def url(self) -> str:
         """`http://host:port`; waits until requests can be sent there."""
         if self._url is None:
-            self._url = self.wait_line(r"^serving \S+ at (http://\S+)/v1")[1]
+            self._url = self.wait_line(r"^serving \S+ at (https?://\S+)/v1")[1]
         return self._url
 
     def wait_line(self, pattern: str, seconds: float = START_SECONDS) -> re.Match[str]:
@@ -79,10 +79,8 @@ class ServerProcess:
         return int(children[0])
 
     def metrics(self) -> dict[str, float]:
-        """`/metrics`, by name (and labels, as they are written) without the prefix."""
-        status, text = call(f"{self.url}/metrics")
-        assert status == 200, text
-        lines = [line for line in text.splitlines() if line.startswith("mambalign:")]
+        """`/metrics`, by name (and labels, as they are written) without the prefix and the model's name."""
+        lines = [line for line in metrics_text(self.url).splitlines() if line.startswith("mambalign:")]
         pairs = (line.removeprefix("mambalign:").rsplit(" ", 1) for line in lines)
         return {name: float(value) for name, value in pairs}
 
@@ -102,6 +100,13 @@ class ServerProcess:
             self.process.kill()
         self.process.wait()
         self._reader.join(5)
+
+
+def metrics_text(url: str) -> str:
+    """What `/metrics` of a server says, without the model's name."""
+    status, text = call(f"{url}/metrics")
+    assert status == 200, text
+    return re.sub(r'\{model_name="[^"]*"\}|model_name="[^"]*",|,model_name="[^"]*"', "", text)
 
 
 def call(url: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 from broken_copy import BrokenCopy
-from server_process import ServerProcess, call
+from server_process import ServerProcess, call, metrics_text
 
 from mambalign.engine import LLM, SamplingParams
 from mambalign.engine.checkpoint import DEFAULT_MODEL
@@ -139,14 +139,14 @@ def test_the_server_shows_it() -> None:
     with ServerProcess(*options, "--check-fused-copy", program="broken_copy.py") as server:
         url = server.url
         assert call(f"{url}/health") == (200, {"status": "ok"})
-        assert "mambalign:fused_copy_mismatches_total 0.0" in call(f"{url}/metrics")[1]
+        assert "mambalign:fused_copy_mismatches_total 0.0" in metrics_text(url)
         body = {"prompt": PROMPTS["a"], "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
         status, answer = call(f"{url}/v1/completions", body)
         assert status == 500 and "not copied right" in answer["error"]["message"]
         status, answer = call(f"{url}/health")
         assert status == 503 and answer["error"]["code"] == "fused_copy_mismatch"
         assert call(f"{url}/v1/completions", body)[1]["usage"]["completion_tokens"] == NUM_TOKENS
-        text = call(f"{url}/metrics")[1]
+        text = metrics_text(url)
         assert "mambalign:fused_copy_mismatches_total 1.0" in text
         assert 'mambalign:fused_copy_checks_total{bias="0",layout="SD",runner="v2"}' in text
         assert 'mambalign:request_success_total{finished_reason="error"} 1.0' in text

@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 from fake_core import EOS, MAX_MODEL_LEN, make_checkpoint
-from server_process import ServerProcess, call
+from server_process import ServerProcess, call, metrics_text
 
 PROMPT = "def f(x):"
 VOCAB = 261
@@ -35,7 +35,7 @@ def chat(url: str, **fields: object) -> tuple[int, dict]:
 
 
 def metric(url: str, name: str) -> float:
-    for line in call(f"{url}/metrics")[1].splitlines():
+    for line in metrics_text(url).splitlines():
         if line.startswith(name + " "):
             return float(line.split()[-1])
     raise AssertionError(f"no metric {name}")
@@ -184,9 +184,18 @@ def test_return_token_ids(url: str, client: openai.OpenAI) -> None:
         ({"prompt": [VOCAB]}, "prompt"),
         ({"prompt": "x" * MAX_MODEL_LEN}, "prompt"),
         ({"prompt": None}, "prompt"),
-        ({"echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
         ({"suffix": "x"}, "suffix"),
-        ({"best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"best_of": 0}, "best_of"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 129}, "n"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"guided_json": {}}, "guided_json"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -297,7 +306,7 @@ def test_fresh_metrics_keys_and_no_chat_template(tmp_path: Path) -> None:
     with ServerProcess(model, *options, program="fake_core.py") as server:
         url = server.url
         assert "serving mine at" in server.output and "Bearer KEY" in server.output
-        text = call(f"{url}/metrics")[1]
+        text = metrics_text(url)
         for name in (
             "num_requests_running", "num_requests_waiting", "prefix_cache_queries_total",
             "prefix_cache_hits_total", "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total",

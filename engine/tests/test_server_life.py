@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from fake_core import STEP_SECONDS
-from server_process import ServerProcess, call
+from server_process import ServerProcess, call, metrics_text
 
 SLOW_BODY = {"prompt": "<slow>", "max_tokens": 100}  # without drafts: 100 steps
 
@@ -45,7 +45,7 @@ class Background:
 
 
 def wait_running(url: str) -> None:
-    while "mambalign:num_requests_running 1.0" not in call(f"{url}/metrics")[1]:
+    while "mambalign:num_requests_running 1.0" not in metrics_text(url):
         time.sleep(0.005)
 
 
@@ -124,7 +124,7 @@ def test_health_is_503_while_loading_and_sigterm_stops_it(fake_model: Path) -> N
         status, answer = call(f"http://127.0.0.1:{port}/health")
         assert status == 503 and answer["error"]["code"] == "loading"
         assert call(f"http://127.0.0.1:{port}/v1/completions", SLOW_BODY)[0] == 503
-        assert "mambalign:generation_tokens_total 0.0" in call(f"http://127.0.0.1:{port}/metrics")[1]
+        assert "mambalign:generation_tokens_total 0.0" in metrics_text(f"http://127.0.0.1:{port}")
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0 and "stopped while loading" in server.output
 
