@@ -14,12 +14,15 @@ from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.sampling import argmax_rows
 from mambalign.kernels.step_addresses import token_slots
 from mambalign.worker.forward_batch import NO_TOKEN, StepRows
+from mambalign.worker.models.layers import OutputTokens
 from mambalign.worker.state_cache import StateCache
 
 FIRST_KEY = 1  # slot 0 is empty
 
 
 class DraftModel(Protocol):
+    mtp_keys_come_first: bool
+
     def mtp_forward(
         self,
         prev_hidden: torch.Tensor,
@@ -28,6 +31,7 @@ class DraftModel(Protocol):
         slot_mapping: torch.Tensor,
         attention: AttentionRows,
         cache: StateCache,
+        outputs: OutputTokens | None = None,
     ) -> torch.Tensor: ...
 
     def mtp_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
@@ -66,16 +70,23 @@ class MtpProposer:
             row, layout.offset_of_token, first, num_final, layout.kv_table, self.cache.kv_block_tokens
         )
         attention = self._attention(layout.query_start, num_final, first, layout.kv_table, layout.max_query_len)
-        hidden = self.model.mtp_forward(hidden, next_ids, positions, slots, attention, self.cache)
+        inputs = (hidden, next_ids, positions, slots, attention, self.cache)
         drafts = torch.full((layout.num_rows, self.num_spec_tokens), NO_TOKEN, device=hidden.device)
         if not layout.num_samples:
+            self.model.mtp_forward(*inputs)
             return drafts
         last = layout.query_start + (num_final - 1).clamp_(min=0)
         position, table, query_len = first + num_final, layout.kv_table, num_final.clamp(max=1)
         drafting = layout.drafting
         if len(drafting) < layout.num_rows:
             last, position, table, query_len = (t[drafting] for t in (last, position, table, query_len))
-        steps = self._feed_back(hidden.index_select(0, last), table, position, query_len)
+        if self.model.mtp_keys_come_first:
+            query_start = torch.arange(len(last), dtype=torch.int32, device=last.device)
+            outputs = OutputTokens(last.long(), self._attention(query_start, query_len, position - 1, table, 1))
+            hidden = self.model.mtp_forward(*inputs, outputs)
+        else:
+            hidden = self.model.mtp_forward(*inputs).index_select(0, last)
+        steps = self._feed_back(hidden, table, position, query_len)
         if len(drafting) < layout.num_rows:
             return drafts.index_copy_(0, drafting, steps)
         return steps

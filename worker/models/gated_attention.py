@@ -42,5 +42,9 @@ class GatedAttention:
         norm_heads(query, key, self.q_norm.weight, self.k_norm.weight, self.eps)
         self.rotary(query, key, context.positions)
         write_kv_varlen(keys, values, key, value, context.slot_mapping)
-        y = paged_attention_varlen(query, keys, values, context.attention, self.head_dim**-0.5)
+        attention = context.attention
+        if context.outputs is not None:
+            tokens, attention = context.outputs.tokens, context.outputs.attention
+            query, gate = query[tokens], gate[tokens]
+        y = paged_attention_varlen(query, keys, values, attention, self.head_dim**-0.5)
         return self.o_proj(sigmoid_mul(y.flatten(1), gate))

@@ -11,7 +11,7 @@ import torch
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.linear import linear
 from mambalign.worker.forward_batch import ForwardBatch
-from mambalign.worker.models.layers import ForwardContext, Linear, RMSNorm
+from mambalign.worker.models.layers import ForwardContext, Linear, OutputTokens, RMSNorm
 from mambalign.worker.models.loader import Weights
 from mambalign.worker.state_cache import AttentionSpec, StateCache, StateSpec
 
@@ -94,6 +94,12 @@ class HybridModel:
     def has_mtp(self) -> bool:
         return self.mtp is not None
 
+    @property
+    def mtp_keys_come_first(self) -> bool:
+        """The head's first layer is its only one with keys: all slots are filled once it has seen their tokens."""
+        has_keys = [hasattr(block.mixer, "kv_index") for block in self.mtp.blocks]
+        return has_keys[0] and sum(has_keys) == 1
+
     def linear_weights(self) -> list[torch.Tensor]:
         """Every weight that goes through `kernels.linear`."""
         linears = [each for block in self.blocks for each in block.linears()]
@@ -129,13 +135,15 @@ class HybridModel:
         slot_mapping: torch.Tensor,
         attention: AttentionRows,
         cache: StateCache,
+        outputs: OutputTokens | None = None,
     ) -> torch.Tensor:
         """Run the MTP head over T slots; slot p holds (hidden of p-1, token p) and attends to slots 1 .. p.
 
         prev_hidden [T, hidden]: what `forward` or `mtp_forward` returned for the token before. Returns [T, hidden]
-        for `mtp_logits`, and to be fed back for the next draft.
+        for `mtp_logits`, and to be fed back for the next draft; with `outputs` (only if `mtp_keys_come_first`) that of
+        its tokens, [D, hidden].
         """
-        context = ForwardContext(cache, positions, slot_mapping, attention)
+        context = ForwardContext(cache, positions, slot_mapping, attention, outputs=outputs)
         return self.mtp(self.embed(token_ids), prev_hidden, context)
 
     def mtp_logits(self, hidden: torch.Tensor) -> torch.Tensor:

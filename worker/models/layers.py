@@ -21,6 +21,14 @@ from mambalign.worker.state_cache import StateCache
 
 
 @dataclass(frozen=True)
+class OutputTokens:
+    """D of a pass's tokens whose results are wanted, and the same tokens as rows of one query each."""
+
+    tokens: torch.Tensor  # int64 [D]
+    attention: AttentionRows
+
+
+@dataclass(frozen=True)
 class ForwardContext:
     """What the layers of one pass share: the cache, and where each row's keys and states are in it."""
 
@@ -29,6 +37,7 @@ class ForwardContext:
     slot_mapping: torch.Tensor
     attention: AttentionRows
     mamba: MambaRows | None = None
+    outputs: "OutputTokens | None" = None  # of a pass that only these tokens leave: the first layer leaves all keys
 
 
 class Linear:
@@ -195,7 +204,10 @@ class Attention:
         if self.rotary is not None:
             self.rotary(query, key, context.positions)
         write_kv_varlen(keys, values, key, value, context.slot_mapping)
-        y = paged_attention_varlen(query, keys, values, context.attention, self.scale)
+        attention = context.attention
+        if context.outputs is not None:
+            query, attention = query[context.outputs.tokens], context.outputs.attention
+        y = paged_attention_varlen(query, keys, values, attention, self.scale)
         return self.o_proj(y.flatten(1))
 
 

@@ -1,6 +1,7 @@
 """A residual stream: blocks that each add what they make of its norm, and the norm at its end."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -20,9 +21,15 @@ class ResidualBlock:
 def run_blocks(
     blocks: list[ResidualBlock], final_norm: RMSNorm, x: torch.Tensor, context: ForwardContext
 ) -> torch.Tensor:
-    """Blocks one after the other, then the final norm. Each sum is taken with the norm that follows it."""
+    """Blocks one after the other, then the final norm. Each sum is taken with the norm that follows it.
+
+    With `context.outputs` the first block's mixer returns those tokens only, and the others end there.
+    """
     normed, residual = blocks[0].norm(x), x
     next_norms = [*(block.norm for block in blocks[1:]), final_norm]
     for block, norm in zip(blocks, next_norms, strict=True):
-        normed, residual = norm.of_sum(block.mixer(normed, context), residual)
+        mixed = block.mixer(normed, context)
+        if context.outputs is not None:
+            residual, context = residual[context.outputs.tokens], replace(context, outputs=None)
+        normed, residual = norm.of_sum(mixed, residual)
     return normed
