@@ -127,7 +127,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _check_float("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
-            raise ValueError(f"top_p must be greater than 0, got {self.top_p:g}; temperature 0 takes the best token")
+            raise ValueError("top_p must be greater than 0, got 0; for the best token alone: temperature 0")
         _check_int("top_k", self.top_k, -1)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
