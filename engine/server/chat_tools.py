@@ -46,6 +46,8 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
     """Raise ApiError 400 for names that are wrong, twice there, or chosen and not there."""
     if len(tools) > MAX_TOOLS:
         raise ApiError(400, f"tools must hold at most {MAX_TOOLS} tools, got {len(tools)}", param="tools")
+    for i, tool in enumerate(tools):
+        check_schema(tool.schema, f"tools[{i}].function.parameters")
     names = [tool.function.name for tool in tools]
     for i, name in enumerate(names):
         path = f"tools[{i}].function.name"
@@ -59,3 +61,12 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
         raise ApiError(400, f"{path}: {choice.function.name!r} is not one of the tools", param=path)
     if choice == "required" and not tools:
         raise ApiError(400, "tool_choice is required, but there are no tools", param="tool_choice")
+
+
+def check_schema(schema: dict[str, Any], path: str) -> None:
+    """Raise ApiError 400 unless it is of an object whose parameters can be told apart."""
+    for name, kind, wanted in (("properties", dict, "an object"), ("required", list, "a list of names")):
+        if not isinstance(schema.get(name, kind()), kind):
+            raise ApiError(400, f"{path}.{name} must be {wanted}", param=f"{path}.{name}")
+    if schema.get("type", "object") != "object":
+        raise ApiError(400, f'{path}.type must be "object"', param=f"{path}.type")

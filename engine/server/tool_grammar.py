@@ -79,7 +79,9 @@ def xml_value(value: Any, schema: dict[str, Any]) -> str:
         return f"{json_schema(value)} {end}"
     choices = [value["const"]] if "const" in value else value.get("enum")
     if is_string_only(value):
-        return f"({' | '.join(quote(each) for each in choices)}) {end}" if choices else "string_value"
+        if not choices:
+            return "string_value"
+        return f"({' | '.join(quote(str(each)) for each in choices)}) {end}"
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return f"{json_schema({**shared, **value})} {end}"
 

@@ -137,11 +137,13 @@ def schema_types(schema: Any) -> set[str]:
         return set()
     stated = schema.get("type")
     if stated is not None:
-        return {stated} if isinstance(stated, str) else {t for t in stated if isinstance(t, str)}
+        stated = stated if isinstance(stated, list) else [stated]
+        return {t if isinstance(t, str) else "any" for t in stated}
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         return {json_type(value) for value in values}
-    options = schema.get("anyOf") or schema.get("oneOf") or []
+    options = schema.get("anyOf") or schema.get("oneOf")
+    options = options if isinstance(options, list) else []
     return set().union(*(schema_types(option) or {"any"} for option in options))
 
 

@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mambalign.engine.server.assistant_text import TOOL_PARSERS, AssistantText
-from mambalign.engine.server.chat_tools import Function, Tool
+from mambalign.engine.server.chat_tools import Function, Tool, check_tools
+from mambalign.engine.server.errors import ApiError
 from mambalign.engine.server.tool_grammar import tool_grammar
 from mambalign.worker.grammar import GrammarCompiler
 from mambalign.worker.sampling_params import StructuredOutputs
@@ -117,3 +120,36 @@ def test_a_call_that_may_come_must_fit(name: str, tags_are_tokens: bool, paralle
     ):
         assert not grammar.allows(text), text
     assert grammar.read("First.\n" + call) == ("First.", [("get.weather", {"unit": "C"})])
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from(["string", "object", "integer", "a", ""]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
+        ["type", "enum", "const", "anyOf", "properties", "required", "$ref", "a", "b>", "items", "pattern"]
+    ), inner, max_size=3),
+    max_leaves=10,
+)  # fmt: skip
+COMPILERS = {name: GrammarCompiler(make_tokenizer(()), 257, [EOS]) for name in TOOL_PARSERS}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(["type", "properties", "required", "$defs", "anyOf"]), VALUES, max_size=4),
+    st.sampled_from(list(TOOL_PARSERS)),
+    st.booleans(),
+    st.text('<>/=tolca_parmefunsi{}:" \n', max_size=60),
+)
+def test_no_schema_breaks_it(schema: dict, name: str, must_call: bool, text: str) -> None:
+    """A schema is followed, or refused in words."""
+    tool, parser = Tool(Function("f", parameters=schema)), TOOL_PARSERS[name]
+    try:
+        check_tools([tool], None)
+        lark = tool_grammar(parser, [tool], must_call=must_call, parallel=True, token_ids={})
+        COMPILERS[name].compile(StructuredOutputs(grammar=lark, field="tools"))
+    except (ApiError, ValueError):
+        pass
+    else:
+        reader = AssistantText(parser, {"f": tool.schema}, None)
+        for value in ("a", "5", "null", text):
+            reader.read(f"<tool_call><function=f><parameter=a>{value}</parameter><parameter=b>{text}")
+        reader.finish()
