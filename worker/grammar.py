@@ -114,15 +114,21 @@ class GrammarCompiler:
 
     def _source(self, wanted: StructuredOutputs) -> str:
         body = body_grammar(wanted)
-        if wanted.reasoning is None:
+        if wanted.reasoning is None and wanted.calls is None:
             return json.dumps({"grammars": [body]})
+        parts = [{"name": "body", **body}]
+        rest = "@body"
+        if wanted.calls is not None:
+            parts.append({"name": "calls", "lark_grammar": wanted.calls})
+            rest = "(@body | @calls)"
         close, is_special = self._tag(_CLOSE_TAG)
         tail = f"think_tail: TEXT {close}" if is_special else f"think_tail[lazy]: TEXT {close}"
         opened = self._tag(_OPEN_TAG)[0]
-        begin = {"inside": "think", "before": f"({opened} think)?"}[wanted.reasoning]
-        main = f"%llguidance {{}}\nstart: {begin} @body\nthink: think_tail SPACE?\n{tail}\n"
-        main += "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{1,4}/\n"
-        return json.dumps({"grammars": [{"name": "main", "lark_grammar": main}, {"name": "body", **body}]})
+        begin = {None: "", "inside": "think", "before": f"({opened} think)?"}[wanted.reasoning]
+        main = f"%llguidance {{}}\nstart: {begin} {rest}\n"
+        if begin:
+            main += f"think: think_tail SPACE?\n{tail}\nTEXT: /(.|\\n)*/\nSPACE: /[ \\n]{{1,4}}/\n"
+        return json.dumps({"grammars": [{"name": "main", "lark_grammar": main}, *parts]})
 
     def _tag(self, text: str) -> tuple[str, bool]:
         """A tag in Lark's writing, and whether it is one token, which no text can be."""

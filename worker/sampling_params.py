@@ -35,6 +35,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     choice: list[str] | None = None  # one of these texts
     grammar: str | None = None  # Lark (of llguidance) or GBNF
     reasoning: Literal["inside", "before"] | None = None  # the text ends, or may begin with, a free <think> part first
+    calls: str | None = None  # Lark: of tool calls, which may come instead
     field: str = "structured_outputs"  # of the request, for errors
 
     def validate(self) -> None:

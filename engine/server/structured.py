@@ -57,13 +57,13 @@ def of_response_format(wanted: ResponseFormat | None) -> StructuredOutputs | Non
 
 
 def of_tools(
-    template: ChatTemplate, tools: list[Tool], choice: ToolChoice | None, parallel: bool
+    template: ChatTemplate, tools: list[Tool], choice: ToolChoice | None, parallel: bool, *, is_whole_reply: bool
 ) -> StructuredOutputs | None:
-    """Where a call must come, or calls that come must fit."""
+    """Where a call must come, or calls that come must fit. `is_whole_reply`: they come without other text."""
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
         parallel = False
-    must_call = choice == "required" or isinstance(choice, NamedTool)
+    must_call = is_whole_reply or choice == "required" or isinstance(choice, NamedTool)
     if not tools or not (must_call or not parallel or any(tool.function.strict for tool in tools)):
         return None
     lark = tool_grammar(
@@ -82,24 +82,24 @@ def structured_outputs(
     tool_choice: ToolChoice | None,
     parallel: bool,
 ) -> StructuredOutputs | None:
-    """The one grammar of a chat, behind the reasoning if the reply may begin with one. Raises ApiError 400 for two."""
-    found = [
-        of_response_format(response_format),
-        fields.wanted() if fields is not None else None,
-        of_tools(template, tools, tool_choice, parallel),
-    ]
-    wanted = [each for each in found if each is not None]
-    if wanted and tools and wanted[0].field != "tools":
-        name = wanted[0].field.partition(".")[0]
-        message = (
-            f"{name} cannot be used together with tools that may be called: leave one out, or set tool_choice to none"
-        )
-        raise ApiError(400, message, param=name)
-    if len(wanted) > 1:
-        first, second = (each.field.partition(".")[0] for each in wanted[:2])
-        message = f"{first} cannot be used together with {second}: each says what the whole reply must be"
-        raise ApiError(400, message, param=first)
-    if not wanted:
-        return None
+    """The grammar of a chat, behind the reasoning if the reply may begin with one.
+
+    With a format and tools that may be called, the reply is either. Raises ApiError 400 for what contradicts itself.
+    """
+    formats = [of_response_format(response_format), fields.wanted() if fields is not None else None]
+    if None not in formats:
+        message = "response_format and structured_outputs each say what the whole reply must be: give one"
+        raise ApiError(400, message, param="response_format")
+    wanted = formats[0] or formats[1]
+    calls = of_tools(template, tools, tool_choice, parallel, is_whole_reply=wanted is not None)
+    if wanted is not None and calls is not None:
+        if tool_choice not in (None, "auto"):
+            name = wanted.field.partition(".")[0]
+            message = f"{name} cannot be followed by a reply that must be a tool call: leave it out, or tool_choice"
+            raise ApiError(400, message, param=name)
+        wanted = msgspec.structs.replace(wanted, calls=calls.grammar)
+    wanted = wanted or calls
     start = chat.reasoning_start
-    return wanted[0] if start in (None, "behind") else msgspec.structs.replace(wanted[0], reasoning=start)
+    if wanted is None or start in (None, "behind"):
+        return wanted
+    return msgspec.structs.replace(wanted, reasoning=start)

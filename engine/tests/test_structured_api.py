@@ -97,6 +97,20 @@ def test_a_call_that_must_come(client: openai.OpenAI, choice: Any) -> None:
     assert (name, arguments) == (made.function.name, made.function.arguments)
 
 
+def test_a_format_or_a_call(client: openai.OpenAI) -> None:
+    fields = {**ASK, "tools": TOOLS, "response_format": JSON_FORMAT, "parallel_tool_calls": False, "n": 8, "seed": 2}
+    answer = client.chat.completions.create(**fields)
+    kinds = set()
+    for choice in answer.choices:
+        calls = choice.message.tool_calls
+        kinds.add(choice.finish_reason)
+        if calls is None:
+            check(json.loads(choice.message.content))
+        elif calls[0].function.name == "save":
+            check(json.loads(calls[0].function.arguments))
+    assert kinds <= {"stop", "tool_calls"}
+
+
 def test_reasoning_comes_before_the_grammar(client: openai.OpenAI) -> None:
     fields = {**ASK, "temperature": 0, "max_tokens": 300, "response_format": JSON_FORMAT}
     extra = {"chat_template_kwargs": {"enable_thinking": True}}
@@ -117,8 +131,8 @@ def test_reasoning_comes_before_the_grammar(client: openai.OpenAI) -> None:
         ({"structured_outputs": {"reasoning": "inside", "regex": "a"}}, "structured_outputs.reasoning"),
         ({"structured_outputs": {"regex": "a"}, "response_format": JSON_FORMAT}, "response_format"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens"),
-        ({"response_format": JSON_FORMAT, "tools": TOOLS}, "response_format"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}],
+        ({"response_format": JSON_FORMAT, "tools": TOOLS, "tool_choice": "required"}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "no"}}}}}],
           "tool_choice": "required"}, "tools"),
     ],
 )  # fmt: skip

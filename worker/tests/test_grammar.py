@@ -125,6 +125,15 @@ def test_what_cannot_be_used_says_why(compiler: GrammarCompiler, wanted: Structu
         compiler.compile(wanted)
 
 
+@pytest.mark.parametrize("reasoning", [None, "inside"])
+def test_calls_may_come_instead(compiler: GrammarCompiler, reasoning: str | None) -> None:
+    wanted = StructuredOutputs(json={"type": "integer"}, calls='start: "<call>" /[ab]/', reasoning=reasoning)
+    for text, fits in [("12", True), ("<call>a", True), ("<call>12", False), ("a", False)]:
+        tokens = ids(("x</think>" if reasoning else "") + text)
+        masks = compiler.start(wanted).masks([], tokens)
+        assert (all(m is not None for m in masks) and None in allowed(masks[-1])) == fits, text
+
+
 def test_a_grammar_is_compiled_once(compiler: GrammarCompiler) -> None:
     wanted = StructuredOutputs(json=json.loads('{"type": "integer"}'))
     assert compiler.compile(wanted) is compiler.compile(StructuredOutputs(json={"type": "integer"}))
