@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mambalign.engine.config import ConfigError
     from mambalign.engine.llm import LLM, CompletionOutput, RequestOutput
-    from mambalign.worker.sampling_params import SamplingParams
+    from mambalign.worker.sampling_params import SamplingParams, StructuredOutputs
 
-__all__ = ["LLM", "CompletionOutput", "ConfigError", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "ConfigError", "RequestOutput", "SamplingParams", "StructuredOutputs"]
 
 _HOMES = {
     "LLM": "mambalign.engine.llm",
@@ -18,6 +18,7 @@ _HOMES = {
     "RequestOutput": "mambalign.engine.llm",
     "ConfigError": "mambalign.engine.config",
     "SamplingParams": "mambalign.worker.sampling_params",
+    "StructuredOutputs": "mambalign.worker.sampling_params",
 }
 
 

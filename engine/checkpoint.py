@@ -104,6 +104,16 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
         raise ConfigError(f"model {str(path)!r}: cannot load its tokenizer ({error})") from error
 
 
+def load_chat_template(option: str) -> str:
+    """`--chat-template`: the text of a file, or the option itself if it is a template. Raises ConfigError."""
+    if "{{" in option or "{%" in option:
+        return option
+    try:
+        return Path(option).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--chat-template {option}: cannot be read ({error})") from error
+
+
 def has_plain_tokenizer(path: Path) -> bool:
     """tokenizer.json says everything: no class of transformers adds to it."""
     settings = path / "tokenizer_config.json"

@@ -8,13 +8,13 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from types import NoneType
 from typing import Any, NoReturn
 
 from mambalign.engine.api_keys import ApiKeys
-from mambalign.engine.checkpoint import locate, read_facts
+from mambalign.engine.checkpoint import load_chat_template, locate, read_facts
 from mambalign.engine.config import (
     CheckpointFacts,
     ConfigError,
@@ -121,6 +121,8 @@ def parse(parser: Parser, arguments: Sequence[str]) -> tuple[EngineConfig, Serve
     try:
         server = build_part(ServerConfig, options)
         check_values(server)
+        if server.chat_template is not None:
+            server = replace(server, chat_template=load_chat_template(server.chat_template))
         if server.ssl_keyfile is not None and server.ssl_certfile is None:
             raise ConfigError("--ssl-keyfile: needs --ssl-certfile")
         ApiKeys.read(server)

@@ -130,6 +130,17 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on (0: any free one, printed at start)", low=0, high=65535)
     served_model_name: str | None = option(None, "name in the API (default: the hub id, or the folder's name)")
+    chat_template: str | None = option(None, "jinja file, or the template itself (default: the checkpoint's)")
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls (auto: as its chat template says)",
+        choices=("auto", "hermes", "qwen3_coder", "nemotron_json", "none"),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "take <think>...</think> out of the replies, as reasoning_content (auto: if the chat template has such tags)",
+        choices=("auto", "think", "none"),
+    )
     api_key: str | None = option(
         None, "require one of these bearer tokens, separated by commas (also from MAMBALIGN_API_KEY; default: none)"
     )

@@ -18,6 +18,7 @@ from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
 from mambalign.engine.request import Request
 from mambalign.engine.scheduler import Scheduler, SchedulerLimits
 from mambalign.worker.batch import RunnerOutput, SchedulerOutput
+from mambalign.worker.grammar import GrammarCompiler
 from mambalign.worker.mamba_columns import cdiv
 from mambalign.worker.model_step import RunnerLimits
 from mambalign.worker.models.loader import CheckpointError
@@ -83,6 +84,7 @@ class EngineCore:
             self._plan_memory(self.config.cache.cache_memory or self._cuda_cache_memory())
         self.vocab_size: int = self.model.vocab_size
         self.eos_token_ids: list[int] = list(self.model.eos_token_ids)
+        self.grammars = GrammarCompiler(self.tokenizer.backend_tokenizer, self.vocab_size, self.eos_token_ids)
         if on_cuda and not self.config.runner.enforce_eager:
             say("capturing CUDA graphs")
         self.runner = self._make_runner()
@@ -176,7 +178,7 @@ class EngineCore:
         )
         limits = self._runner_limits(self._pools.max_num_seqs)
         make = ModelRunnerV2 if self._schedules_ahead else ModelRunnerV1
-        runner = make(self.model, state_cache, limits)
+        runner = make(self.model, state_cache, limits, self.grammars)
         self.plan.append(f"migration buffers: {runner.align_ctx.staging_bytes / 1024:,.1f} KiB on {options.runner}")
         return runner
 
@@ -236,6 +238,8 @@ class EngineCore:
         for token_id in request.prompt_token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"prompt: token id {token_id} is not in 0..{self.vocab_size - 1}")
+        if request.params.structured_outputs is not None:
+            self.grammars.compile(request.params.structured_outputs)
         live = Request(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
@@ -247,7 +251,11 @@ class EngineCore:
         self.scheduler.add_request(live)
         params = request.params
         detokenizer = Detokenizer(
-            self.tokenizer.backend_tokenizer, request.prompt_token_ids, params.stop, min_tokens=params.min_tokens
+            self.tokenizer.backend_tokenizer,
+            request.prompt_token_ids,
+            params.stop,
+            min_tokens=params.min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
         )
         self._live[request.request_id] = LiveRequest(live, detokenizer)
 
@@ -281,11 +289,14 @@ class EngineCore:
     def _book(self, scheduled: SchedulerOutput, launched: RunnerOutput | PendingStep) -> list[EngineOutput]:
         result, outputs = launched.result(), []
         admissions = {row.request_id: row.admission for row in scheduled.rows}
+        failures = [(row.request_id, f"structured output: {row.error}") for row in result.results if row.error]
         for mismatch in result.mismatches:
             logger.error("fused copy check failed for request %s: %s", mismatch.request_id, mismatch.text)
-            live = self._live.get(mismatch.request_id)
-            if live is not None and live.request.admission == admissions[mismatch.request_id]:  # not a later one
-                outputs.append(self._fail(mismatch.request_id, "its state was not copied right: see the server's log"))
+            failures.append((mismatch.request_id, "its state was not copied right: see the server's log"))
+        for request_id, text in failures:
+            live = self._live.get(request_id)
+            if live is not None and live.request.admission == admissions[request_id]:  # not a later one
+                outputs.append(self._fail(request_id, text))
         for request, tokens, row in self.scheduler.update(scheduled, result):
             live = self._live[request.request_id]
             if request.finish_reason is not None:

@@ -16,7 +16,7 @@ _WINDOW_TOKENS = 16  # decoded again with every token, at most while the text is
 class Detokenizer:
     """Turns tokens into text that is final when it is handed out.
 
-    The joined results of `append` and `finish` are `tokenizer.decode(token_ids, skip_special_tokens=True)`, cut
+    The joined results of `append` and `finish` are `tokenizer.decode(token_ids, skip_special_tokens)`, cut
     before the first stop string. Ids that the tokenizer does not know give no text.
 
     Args:
@@ -24,6 +24,7 @@ class Detokenizer:
         prompt_token_ids: the prompt; its text is not given out.
         stop: stop strings, not empty.
         min_tokens: a stop string that is complete before so many tokens is ordinary text.
+        skip_special_tokens: special tokens give no text.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class Detokenizer:
         prompt_token_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
         min_tokens: int = 0,
+        skip_special_tokens: bool = True,
     ) -> None:
         self.num_tokens = 0  # appended; with a stop string found, its last token is the one that completed it
         self.stop_string: str | None = None
         self._tokenizer = tokenizer
         self._min_tokens = min_tokens
+        self._skip_special_tokens = skip_special_tokens
         self._window = [i for i in prompt_token_ids[-_PROMPT_CONTEXT_TOKENS:] if self._is_known(i)]
         self._window_text_taken = len(self._decode_window())  # characters of the window's text already taken
         if self._decode_window().endswith(_INCOMPLETE):
@@ -93,7 +96,7 @@ class Detokenizer:
         return released
 
     def _decode_window(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=True)
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
 
     def _shorten_window(self) -> None:
         """Drop tokens whose text is taken, but keep the latest of them as context of the next."""

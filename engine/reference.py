@@ -53,6 +53,8 @@ class ReferenceEngine:
 
         params: a row that samples needs a seed. choice: which of the request's `n` answers to give.
         """
+        if params.structured_outputs is not None:
+            raise ValueError("structured_outputs: there is no tokenizer here to follow a grammar with")
         max_tokens = min(params.max_tokens, self.model.max_model_len - len(prompt_token_ids))
         cache = self._empty_memory(len(prompt_token_ids) + max_tokens)
         output_token_ids: list[int] = []

@@ -184,7 +184,7 @@ class Scheduler:
     def _may_run_ahead(self, request: Request, outlook: Outlook) -> bool:
         """Not if the result in flight may end the text, or the next token depends on it through the host."""
         params = request.params
-        needs_host = params.needs_history or request.num_output_tokens < params.min_tokens
+        needs_host = params.needs_host or request.num_output_tokens < params.min_tokens
         return outlook.num_tokens < self.max_total_tokens(request) and not (outlook.is_decode and needs_host)
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:

@@ -72,6 +72,7 @@ class RowResult:
     draft_token_ids: list[int]  # proposed for the row's next step
     num_draft_tokens: int  # drafts that this step verified
     prompt_logprobs: list | None = None  # TokenLogprobs of the prompt's tokens n+1 .. n+q, when asked for
+    error: str | None = None  # why the request cannot go on; its tokens do not count then
 
 
 class CopyTotals(NamedTuple):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mambalign.worker.batch import NewRow, ScheduledRow
+from mambalign.worker.grammar import GrammarState
 from mambalign.worker.mamba_columns import NULL_BLOCK, first_column
 from mambalign.worker.sampling_params import SamplingParams
 
@@ -22,6 +23,12 @@ class CachedRequest:
     choice: int
     prompt_token_ids: list[int]
     output_token_ids: list[int] = field(default_factory=list)
+    grammar: GrammarState | None = None  # made with the first sample, if the request has one
+
+    @property
+    def error(self) -> str | None:
+        """Why the request cannot go on."""
+        return self.grammar.error if self.grammar else None
 
     @classmethod
     def from_new_row(cls, new: NewRow) -> "CachedRequest":

@@ -6,6 +6,7 @@ it runs on the device; only rows that do not sample greedily are looked at by th
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from mambalign.kernels.sampling import accept_drafts, argmax_rows
@@ -14,6 +15,7 @@ from mambalign.worker.batch import ScheduledRow
 from mambalign.worker.cpu import StepThreads
 from mambalign.worker.decode_graphs import DecodeGraph, DecodeGraphs, graph_sizes
 from mambalign.worker.forward_batch import NO_TOKEN, StepRows, forward_batch
+from mambalign.worker.grammar import GrammarCompiler
 from mambalign.worker.input_batch import CachedRequest
 from mambalign.worker.mtp import MtpProposer
 from mambalign.worker.sampler import Sampler, SampleRow, token_logprobs
@@ -69,7 +71,10 @@ class SyntheticAcceptance:
 class ModelStep:
     """Runs the model over the rows of one step."""
 
-    def __init__(self, model, cache: StateCache, limits: RunnerLimits, table_width: int):
+    def __init__(
+        self, model, cache: StateCache, limits: RunnerLimits, table_width: int, grammars: GrammarCompiler | None = None
+    ):
+        self.grammars = grammars
         self.model = model
         self.cache = cache
         self.num_spec_tokens = limits.num_spec_tokens
@@ -153,13 +158,25 @@ class ModelStep:
         computed, token_ids, start = rows.num_computed.tolist(), rows.token_ids.tolist(), 0
         sample_rows = []
         for n, row, request in zip(computed, scheduled, requests, strict=True):
+            row_drafts = token_ids[start + 1 : start + row.num_tokens] if row.is_decode else []
+            masks = self._grammar_masks(request, row_drafts) if row.samples else []
             for j in range(row.num_tokens) if row.is_decode else [row.num_tokens - 1] * row.samples:
                 drafts = token_ids[start + 1 : start + j + 1] if row.is_decode else []
                 output = request.output_token_ids + drafts if drafts else request.output_token_ids
                 prompt = request.prompt_token_ids
-                sample_rows.append(SampleRow(request.params, prompt, output, n + j + 1, request.choice))
+                allowed = masks[len(drafts)] if masks else None
+                sample_rows.append(SampleRow(request.params, prompt, output, n + j + 1, request.choice, allowed))
             start += row.num_tokens
         return sample_rows
+
+    def _grammar_masks(self, request: CachedRequest, drafts: list[int]) -> list[np.ndarray | None]:
+        """Of a row with a grammar, allowed tokens at each place that it samples."""
+        wanted = request.params.structured_outputs
+        if wanted is None:
+            return []
+        if request.grammar is None:
+            request.grammar = self.grammars.start(wanted)
+        return request.grammar.masks(request.output_token_ids, drafts)
 
     def verify(self, rows: StepRows, sampled: torch.Tensor) -> Verified:
         """Accept each row's drafts while they equal the target's own tokens."""

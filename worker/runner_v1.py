@@ -9,6 +9,7 @@ import torch
 from mambalign.worker.batch import CopyTotals, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
 from mambalign.worker.forward_batch import NO_TOKEN, StepLayout, StepRows, lay_out
 from mambalign.worker.fused_copy_check import FusedCopyChecker
+from mambalign.worker.grammar import GrammarCompiler
 from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import table_width
 from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext, postprocess_mamba, preprocess_mamba
@@ -20,13 +21,13 @@ from mambalign.worker.state_cache import StateCache
 class ModelRunnerV1:
     """Runs steps for `limits.max_num_seqs` requests at most; owns the batch, the cache's contents and the drafts."""
 
-    def __init__(self, model, cache: StateCache, limits: RunnerLimits):
+    def __init__(self, model, cache: StateCache, limits: RunnerLimits, grammars: GrammarCompiler | None = None):
         self.cache = cache
         self.num_spec_tokens = limits.num_spec_tokens
         width = table_width(limits.max_model_len, cache.mamba_block_tokens, limits.num_spec_tokens)
         self.batch = InputBatch(limits.max_num_seqs, width, cache.mamba_block_tokens)
         self.align_ctx = MambaSpecDecodeGPUContext(cache, limits.max_num_seqs, width)
-        self.step = ModelStep(model, cache, limits, width)
+        self.step = ModelStep(model, cache, limits, width, grammars)
         self.checker = FusedCopyChecker(cache, limits.check_fused_copy_rate) if limits.check_fused_copy_rate else None
         self._totals = CopyTotals()
         self.ngrams: dict[str, NgramIndex] | None = {} if limits.spec_method == "ngram" else None
@@ -58,10 +59,12 @@ class ModelRunnerV1:
         self._totals = self._totals.plus(moved.num_rows, moved.num_biased_rows, num_postcopies)
         results, at = [], 0
         for row, kept, new_drafts, of_prompt in zip(scheduled.rows, tokens, drafts, of_prompts, strict=True):
-            wanted = self.batch.requests[self.batch.row_of[row.request_id]].params.logprobs is not None and kept
+            request = self.batch.requests[self.batch.row_of[row.request_id]]
+            wanted = request.params.logprobs is not None and kept
             num_drafts = row.num_tokens - 1 if row.is_decode else 0
             entries = logprobs[at : at + len(kept)] if wanted else None
-            results.append(RowResult(row.request_id, kept, entries, new_drafts, num_drafts, of_prompt))
+            result = RowResult(row.request_id, kept, entries, new_drafts, num_drafts, of_prompt, request.error)
+            results.append(result)
             at += row.num_samples
         return RunnerOutput(results, moved.mismatches)
 

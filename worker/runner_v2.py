@@ -10,6 +10,7 @@ import torch
 from mambalign.worker.batch import CopyTotals, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
 from mambalign.worker.forward_batch import NO_TOKEN, StepLayout, StepRows, lay_out
 from mambalign.worker.fused_copy_check import FusedCopyChecker
+from mambalign.worker.grammar import GrammarCompiler
 from mambalign.worker.input_batch import CachedRequest
 from mambalign.worker.mamba_columns import table_width
 from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext, preprocess_mamba
@@ -61,13 +62,13 @@ class PendingStep:
             wanted = request.params.logprobs is not None and num_kept
             logprobs = self._logprobs[at : at + num_kept] if wanted else None
             at += row.num_samples
-            yield RowResult(row.request_id, kept, logprobs, drafts, num_drafts, of_prompt)
+            yield RowResult(row.request_id, kept, logprobs, drafts, num_drafts, of_prompt, request.error)
 
 
 class ModelRunnerV2:
     """Runs steps for `limits.max_num_seqs` requests at most; owns the slots, the cache's contents and the drafts."""
 
-    def __init__(self, model, cache: StateCache, limits: RunnerLimits):
+    def __init__(self, model, cache: StateCache, limits: RunnerLimits, grammars: GrammarCompiler | None = None):
         self.cache = cache
         self.num_spec_tokens = limits.num_spec_tokens
         self.spec_method = limits.spec_method
@@ -75,7 +76,7 @@ class ModelRunnerV2:
         self.align_ctx = MambaSpecDecodeGPUContext(cache, limits.max_num_seqs, width)
         history_len = limits.max_model_len + limits.num_spec_tokens + 1 if limits.spec_method == "ngram" else 0
         self.batch = SlotBatch(self.align_ctx, limits.max_num_seqs, limits.num_spec_tokens, history_len)
-        self.step = ModelStep(model, cache, limits, width)
+        self.step = ModelStep(model, cache, limits, width, grammars)
         self.checker = FusedCopyChecker(cache, limits.check_fused_copy_rate) if limits.check_fused_copy_rate else None
         self._last: PendingStep | None = None
 

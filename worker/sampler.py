@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +42,7 @@ class SampleRow:
     output_token_ids: Sequence[int]  # generated before the token that is sampled here
     position: int  # absolute position, in prompt + output, of the token that is sampled here
     choice: int = 0  # which of the request's n
+    allowed: np.ndarray | None = None  # tokens that a grammar allows here, uint8 bits, lowest first; None: all
 
 
 @dataclass(slots=True)
@@ -55,8 +57,8 @@ class Sampler:
     """Chooses the next token of every row.
 
     Order, as other servers have it: log-probabilities are of the logits as they come; then `logit_bias`,
-    penalties, the `min_tokens` mask; greedy rows take the best token; the others divide by the temperature,
-    filter by `min_p`, `top_k`, `top_p` and take the best of log-probability + Gumbel noise (which samples
+    penalties, the `min_tokens` mask, a grammar's mask; greedy rows take the best token; the others divide by the
+    temperature, filter by `min_p`, `top_k`, `top_p` and take the best of log-probability + Gumbel noise (which samples
     from the softmax: Maddison, Tarlow, Minka, "A* sampling", 2014, section 2).
     """
 
@@ -121,6 +123,15 @@ class Sampler:
             ends = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
             if ends:
                 logits[torch.tensor(sorted(ends), device=logits.device)] = _MASKED
+        if row.allowed is not None:
+            logits.masked_fill_(~_unpack(row.allowed, logits), _MASKED)
+
+
+def _unpack(bits: np.ndarray, logits: Tensor) -> Tensor:
+    """[V] bool on the logits' device."""
+    packed = torch.from_numpy(bits.copy()).to(logits.device)
+    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    return (packed[:, None] >> places & 1).flatten()[: logits.shape[0]].bool()
 
 
 def verify_drafts(target_token_ids: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]]) -> list[int]:

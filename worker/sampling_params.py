@@ -1,7 +1,7 @@
 """What a request may ask of the sampler, and the shape of the log-probabilities it gets back; no torch."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,6 +13,7 @@ MAX_PENALTY = 2.0
 MAX_STOP_CHARACTERS = 1024  # of one stop string
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024  # tokens with a bias
+MAX_GRAMMAR_CHARS = 1 << 18
 MAX_TEMPERATURE = 2.0
 MIN_SAMPLING_TEMPERATURE = 1e-5  # below it the noise could no longer change the order: taken as greedy
 
@@ -25,12 +26,40 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[float]
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the text must be: one of the first five. It ends where it can go no further, or where the model ends it."""
+
+    json: dict[str, Any] | bool | str | None = None  # JSON schema, or its text
+    json_object: bool | None = None  # true: any JSON object
+    regex: str | None = None  # of the whole text; Rust's syntax
+    choice: list[str] | None = None  # one of these texts
+    grammar: str | None = None  # Lark (of llguidance) or GBNF
+    reasoning: Literal["inside", "before"] | None = None  # the text ends, or may begin with, a free <think> part first
+    calls: str | None = None  # Lark: of tool calls, which may come instead
+    field: str = "structured_outputs"  # of the request, for errors
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field."""
+        forms = ("json", "json_object", "regex", "choice", "grammar")
+        given = [name for name in forms if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"{self.field} must hold exactly one of {', '.join(forms)}, got {len(given)}")
+        if self.json_object is False:
+            raise ValueError(f"{self.field}.json_object must be true or left out, got False")
+        if self.choice is not None and (not self.choice or "" in self.choice):
+            raise ValueError(f"{self.field}.choice must hold texts that are not empty, got {self.choice!r}")
+        num_chars = len(msgspec.json.encode(self))
+        if num_chars > MAX_GRAMMAR_CHARS:
+            raise ValueError(f"{self.field} must be at most {MAX_GRAMMAR_CHARS} characters of JSON, got {num_chars}")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of one request are chosen and when it ends, under the names of the HTTP fields.
 
     The sampler applies them in this order: `logit_bias`, `repetition_penalty`, `frequency_penalty` and
-    `presence_penalty`, the `min_tokens` mask, `temperature`, `min_p`, `top_k`, `top_p`. The constructor takes
-    None for an empty list or dict, and a plain string for `stop`; nothing is checked before `validate`.
+    `presence_penalty`, the `min_tokens` mask, that of `structured_outputs`, `temperature`, `min_p`, `top_k`, `top_p`.
+    The constructor takes None for an empty list or dict, and a plain string for `stop`; nothing is checked before
+    `validate`.
     """
 
     max_tokens: int = 16  # tokens generated at most
@@ -49,6 +78,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: list[str] = []  # at most 16 of 1024 characters; not part of the text
     stop_token_ids: list[int] = []  # end the text; part of the token ids, not of the text
     ignore_eos: bool = False
+    skip_special_tokens: bool = True  # leave special tokens out of the text, and out of sight of stop strings
+    structured_outputs: StructuredOutputs | None = None  # every token is one that leads to such a text
     n: int = 1  # choices, 1..128; split into one request per choice before the engine
 
     def __post_init__(self) -> None:
@@ -69,9 +100,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @property
+    def needs_host(self) -> bool:
+        """The host must know every token before this one, beyond their number."""
+        return self.needs_history or self.structured_outputs is not None
+
+    @property
     def changes_logits(self) -> bool:
-        """Logits are modified before the choice: bias, penalties or the `min_tokens` mask."""
-        return bool(self.logit_bias) or self.min_tokens > 0 or self.needs_history
+        """Logits are modified before the choice: bias, penalties, the `min_tokens` mask or a grammar's."""
+        return bool(self.logit_bias) or self.min_tokens > 0 or self.needs_host
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -108,9 +144,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.prompt_logprobs is not None:
             _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         self._validate_stops(vocab_size)
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         _check_int("n", self.n, 1, MAX_CHOICES)
+        self._validate_structured_outputs()
+
+    def _validate_structured_outputs(self) -> None:
+        if self.structured_outputs is None:
+            return
+        if not isinstance(self.structured_outputs, StructuredOutputs):
+            raise ValueError(f"structured_outputs must be StructuredOutputs, got {self.structured_outputs!r}")
+        self.structured_outputs.validate()
+        name = self.structured_outputs.field
+        if self.min_tokens > 0:
+            raise ValueError(f"min_tokens cannot be used with {name}, which says where the text ends: leave it out")
+        if self.ignore_eos:
+            raise ValueError(f"ignore_eos cannot be used with {name}, which says where the text ends: leave it out")
 
     def _validate_logit_bias(self, vocab_size: int) -> None:
         if not isinstance(self.logit_bias, dict):

@@ -105,6 +105,11 @@ class Answer:
         return bool(output.new_text or output.finish_reason or (wants_tokens and output.new_token_ids))
 
 
+def check_stream_options(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+
+
 async def send_answer(request: web.Request, answer: Answer, generation: Generation) -> web.StreamResponse:
     """Run the generation to its end and answer. If the client leaves, or time is up, the generation is aborted."""
     state = answer.state

@@ -8,9 +8,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from mambalign.engine.client import EngineError
 from mambalign.engine.server.access import add_headers, auth_middleware, cors_middleware, request_id_middleware
 from mambalign.engine.server.answer import json_response
-from mambalign.engine.server.completions import chat_completions, completions
+from mambalign.engine.server.chat import chat_completions
+from mambalign.engine.server.chat_messages import messages_for_template
+from mambalign.engine.server.completions import completions
 from mambalign.engine.server.errors import ApiError, error_middleware, unavailable
-from mambalign.engine.server.protocol import DetokenizeBody, TokenizeBody, parse_body
+from mambalign.engine.server.protocol import DetokenizeBody, TokenizeBody, parse_body, template_options
 from mambalign.engine.server.responses import responses
 from mambalign.engine.server.state import STATE, ServerState
 
@@ -113,8 +115,13 @@ async def tokenize(request: web.Request) -> web.Response:
     if body.prompt is not None:
         tokens = await state.encode(body.prompt)
     else:
-        tokens = await state.encode_chat([message.for_template() for message in body.messages])
+        tokens = await rendered_ids(state, body)
     return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": ready.max_model_len})
+
+
+async def rendered_ids(state: ServerState, body: TokenizeBody) -> list[int]:
+    options = template_options(body, body.tools or [])
+    return (await state.encode_chat(messages_for_template(body.messages or []), options)).token_ids
 
 
 async def detokenize(request: web.Request) -> web.Response:

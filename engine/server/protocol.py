@@ -9,9 +9,15 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
+from mambalign.engine.server.chat_messages import AnyMessage, check_parts
+from mambalign.engine.server.chat_template import TemplateOptions
+from mambalign.engine.server.chat_tools import Tool, ToolChoice
 from mambalign.engine.server.errors import ApiError
 from mambalign.engine.server.openai_fields import CHAT, COMPLETION, MESSAGE, FieldTable
+from mambalign.engine.server.structured import ResponseFormat, StructuredFields
 from mambalign.worker.sampling_params import SamplingParams
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -38,6 +44,8 @@ class SamplingBody(Body, forbid_unknown_fields=True, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None  # of the text (default: yes); not where tags of a chat are such tokens
+    structured_outputs: StructuredFields | None = None
     stream: bool | None = None
     stream_options: "StreamOptions | None" = None
     cache_salt: str | None = None  # prefixes are shared between requests of one salt only
@@ -45,7 +53,10 @@ class SamplingBody(Body, forbid_unknown_fields=True, kw_only=True):
 
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """What was given, the rest at its default; `changes` come last."""
-        given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__} | changes
+        given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
+        if self.structured_outputs is not None:
+            given["structured_outputs"] = self.structured_outputs.wanted()
+        given |= changes
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -70,39 +81,44 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     echo: bool | None = None  # the prompt is part of the text; max_tokens may then be 0
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-
-
-class Message(msgspec.Struct, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """As chat templates take it; `developer` is OpenAI's new word for `system`."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        return message if self.name is None else message | {"name": self.name}
-
-
 class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     openai_fields = CHAT
 
-    messages: list[Message]
+    messages: list[AnyMessage]
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = None  # end with the head of the assistant's reply (default: yes)
+    continue_final_message: bool | None = None  # the reply goes on where the final message ends
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # handed to the checkpoint's template
     max_completion_tokens: int | None = None  # OpenAI's new word for max_tokens
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tool_choice: ToolChoice | None = None  # default: auto
+    parallel_tool_calls: bool | None = None  # default: true
+    response_format: ResponseFormat | None = None
     prompt_cache_key: str | None = None  # a hint that changes nothing: all requests share one cache
     safety_identifier: str | None = None  # says who asks, like `user`
-    chat_template_kwargs: dict[str, Any] | None = None  # handed to the checkpoint's template
 
 
 class TokenizeBody(Body, forbid_unknown_fields=True, kw_only=True):
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[AnyMessage] | None = None  # a chat's; the next five go with them
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def template_options(body: ChatBody | TokenizeBody, tools: list[Tool]) -> TemplateOptions:
+    """`tools`: those that the model is told of."""
+    return TemplateOptions(
+        [tool.for_template() for tool in tools] or None,
+        body.add_generation_prompt,
+        body.continue_final_message,
+        body.reasoning_effort,
+        body.chat_template_kwargs,
+    )
 
 
 class DetokenizeBody(Body, forbid_unknown_fields=True, kw_only=True):
@@ -127,6 +143,9 @@ def parse_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
     for index, message in enumerate(messages if isinstance(messages, list) else []):
         if isinstance(message, dict):
             drop_neutral(message, MESSAGE, f"messages[{index}].")
+            check_parts(message, f"messages[{index}]")
+            for name in [name for name, value in message.items() if value is None and name != "content"]:
+                del message[name]
     try:
         return msgspec.convert(raw, kind, str_keys=True)
     except msgspec.ValidationError as error:

@@ -7,6 +7,7 @@ from aiohttp import web
 
 from mambalign.engine.messages import EngineOutput, TokenLogprobs
 from mambalign.engine.server.answer import Answer, event, send_answer
+from mambalign.engine.server.chat_template import TemplateOptions
 from mambalign.engine.server.errors import ApiError
 from mambalign.engine.server.generation import Choice, Generation, fit_params
 from mambalign.engine.server.protocol import parse_body
@@ -139,7 +140,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
         raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
     body.check()
     try:
-        prompt = await state.encode_chat(body.messages())
+        prompt = (await state.encode_chat(body.messages(), TemplateOptions())).token_ids
     except ApiError as error:
         if error.param == "messages":  # which are called otherwise here
             error.param, error.message = "input", error.message.replace("messages", "input", 1)

@@ -19,6 +19,7 @@ from mambalign.engine.config import CheckpointFacts, ConfigError, EngineConfig, 
 from mambalign.engine.core_process import DEFAULT_CORE, LOG_FORMAT, Ready
 from mambalign.engine.server.access import AccessLog, make_access_logger
 from mambalign.engine.server.app import make_app
+from mambalign.engine.server.chat_template import ChatTemplate
 from mambalign.engine.server.state import ServerState
 from mambalign.engine.server.token_text import TokenText
 
@@ -147,6 +148,10 @@ class Server:
     async def load_tokenizer(self) -> None:
         tokenizer = await asyncio.to_thread(load_tokenizer, self.facts.path)
         self.state.token_text = TokenText(tokenizer)
+        options = self.options
+        self.state.chat_template = ChatTemplate(
+            tokenizer, options.chat_template, options.tool_call_parser, options.reasoning_parser
+        )
         self.state.tokenizer = tokenizer
 
     async def drain(self, site: web.TCPSite, death: asyncio.Task[str]) -> None:

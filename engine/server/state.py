@@ -11,6 +11,7 @@ from mambalign.engine.api_keys import ApiKeys
 from mambalign.engine.client import EngineClient
 from mambalign.engine.config import ServerConfig
 from mambalign.engine.core_process import Ready
+from mambalign.engine.server.chat_template import ChatTemplate, RenderedChat, TemplateOptions
 from mambalign.engine.server.errors import ApiError, unavailable
 from mambalign.engine.server.metrics import Metrics
 from mambalign.engine.server.token_text import TokenText
@@ -27,8 +28,9 @@ class ServerState:
     model_name: str
     options: ServerConfig = field(default_factory=ServerConfig)
     api_keys: ApiKeys = field(default_factory=lambda: ApiKeys([]))
-    tokenizer: "PreTrainedTokenizerBase | None" = None  # filled while the engine loads, like the next
+    tokenizer: "PreTrainedTokenizerBase | None" = None  # filled while the engine loads, like the next two
     token_text: TokenText | None = None
+    chat_template: ChatTemplate | None = None
     metrics: Metrics = field(default_factory=Metrics)
     draining: bool = False
     started: float = field(default_factory=time.time)
@@ -86,30 +88,17 @@ class ServerState:
         """Token ids of a prompt, with the tokenizer's own start token if it adds one."""
         return await asyncio.to_thread(self.tokenizer.encode, text)
 
-    async def encode_chat(
-        self, messages: list[dict[str, str]], template_kwargs: dict[str, Any] | None = None
-    ) -> list[int]:
-        """Token ids of a conversation in the checkpoint's chat template. Raises ApiError 400."""
-        if not messages:
-            raise ApiError(400, "messages must hold at least one message", param="messages")
-        if not self.tokenizer.chat_template:
+    async def encode_chat(self, messages: list[dict[str, Any]], options: TemplateOptions) -> RenderedChat:
+        """A conversation, of messages as templates take them, in the chat template. Raises ApiError 400."""
+        if not self.chat_template:
             raise ApiError(
                 400,
-                f"messages: {self.model_name} has no chat template; use /v1/completions",
+                f"messages: {self.model_name} has no chat template; use /v1/completions, or start the server with "
+                "--chat-template",
                 param="messages",
                 code="no_chat_template",
             )
-
-        def render() -> list[int]:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **(template_kwargs or {})
-            )
-            return self.tokenizer.encode(text, add_special_tokens=False)
-
-        try:
-            return await asyncio.to_thread(render)
-        except Exception as error:  # templates are programs: they refuse in their own words
-            raise ApiError(400, f"messages: the chat template refused them: {error}", param="messages") from error
+        return await asyncio.to_thread(self.chat_template.render, messages, options)
 
 
 STATE = web.AppKey("state", ServerState)

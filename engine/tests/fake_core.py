@@ -1,5 +1,7 @@
 """An engine without a model: it answers with its prompt, over and over. Special tokens make it misbehave.
 
+A prompt with a text between SAY and its end makes it answer that, and stop.
+
 As a program it is the real server around that core: `python fake_core.py MODEL [options]`.
 """
 
@@ -25,24 +27,31 @@ MAX_MODEL_LEN = 256
 STEP_SECONDS = 0.01  # of a step with a <slow> request
 SPECIAL = ["</s>", "<crash>", "<die>", "<error>", "<slow>"]  # ids 0 to 4
 EOS, CRASH, DIE, ERROR, SLOW = range(len(SPECIAL))
+SAY = ("{say:", ":say}")
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
 
 
-def make_checkpoint(folder: Path, *, chat_template: bool = True) -> Path:
-    """Write a tokenizer of single bytes and the facts that options need. No weights."""
+def make_checkpoint(
+    folder: Path,
+    *,
+    chat_template: str | None = CHAT_TEMPLATE,
+    max_len: int = MAX_MODEL_LEN,
+    special: tuple[str, ...] = (),
+) -> Path:
+    """Write a tokenizer of single bytes and the facts that options need. No weights. `special`: more such tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *alphabet, *special])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (*SPECIAL, *special)])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
     if chat_template:
-        config["chat_template"] = CHAT_TEMPLATE
+        config["chat_template"] = chat_template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    facts = {"model_type": "nemotron_h", "max_position_embeddings": MAX_MODEL_LEN, "vocab_size": len(vocab)}
+    facts = {"model_type": "nemotron_h", "max_position_embeddings": max_len, "vocab_size": len(vocab)}
     (folder / "config.json").write_text(json.dumps(facts | {"num_nextn_predict_layers": 1}))
     return folder
 
@@ -56,8 +65,8 @@ class LightTokenizer:
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text).ids
 
-    def decode(self, ids: list[int]) -> str:
-        return self.backend.decode(ids)
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 class FakeCore:
@@ -81,6 +90,7 @@ class FakeCore:
         self._requests: dict[str, EngineRequest] = {}
         self._ids: dict[str, list[int]] = {}
         self._detokenizers: dict[str, Detokenizer] = {}
+        self._replies: dict[str, list[int]] = {}
         self._cached: dict[str, int] = {}
         self._seen: set[tuple[int, ...]] = set()
         self._endings: list[EngineOutput] = []
@@ -95,13 +105,23 @@ class FakeCore:
         self._cached[request.request_id] = len(prompt) - 1 if is_cached else 0
         self._seen.add(prompt)
         self._requests[request.request_id] = request
-        self._ids[request.request_id] = []
-        self._detokenizers[request.request_id] = Detokenizer(self.tokenizer.backend, (), request.params.stop)
+        params, name = request.params, request.request_id
+        self._ids[name], self._replies[name] = [], self._reply(request.prompt_token_ids)
+        self._detokenizers[name] = Detokenizer(
+            self.tokenizer.backend, (), params.stop, skip_special_tokens=params.skip_special_tokens
+        )
         self._count(
             prompt_tokens_total=len(prompt),
             prefix_cache_queries_total=len(prompt),
             prefix_cache_hits_total=self._cached[request.request_id],
         )
+
+    def _reply(self, prompt: list[int]) -> list[int]:
+        """What the prompt says to say, with an end; else as much of the prompt as can be needed."""
+        text = self.tokenizer.decode(prompt, skip_special_tokens=False)
+        if SAY[0] in text:
+            return [*self.tokenizer.encode(text.partition(SAY[0])[2].partition(SAY[1])[0]), EOS]
+        return (prompt * (self.max_model_len // len(prompt) + 2))[: self.max_model_len + 1]
 
     def abort(self, request_id: str) -> None:
         if self._requests.pop(request_id, None):
@@ -131,10 +151,14 @@ class FakeCore:
         if ERROR in prompt:
             return EngineOutput(request.request_id, finish_reason="error", error="told to fail")
         room = min(params.max_tokens, self.max_model_len - len(prompt)) - len(ids)
+        reply = self._replies[request.request_id]
         new, text, reason = [], "", None
         while len(new) < min(1 + self.spec_tokens, room) and reason is None:
-            new.append(prompt[len(ids) % len(prompt)])
+            new.append(reply[len(ids)])
             ids.append(new[-1])
+            if len(ids) == len(reply):  # its end
+                reason, text = "stop", text + detokenizer.finish()
+                break
             text += detokenizer.append(new[-1])
             if detokenizer.stop_string is not None:
                 reason = "stop"

@@ -214,10 +214,11 @@ def test_a_users_mistake_names_the_field(url: str, fields: dict, param: str) -> 
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json"}}, "response_format.type"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens"),
         ({"prompt": "x"}, "prompt"),
@@ -300,7 +301,7 @@ def test_client_that_leaves_aborts(url: str, stream: bool) -> None:
 
 def test_fresh_metrics_keys_and_no_chat_template(tmp_path: Path) -> None:
     """One more server: a key, another name, no template, nothing asked yet."""
-    model = make_checkpoint(tmp_path / "plain", chat_template=False)
+    model = make_checkpoint(tmp_path / "plain", chat_template=None)
     options = ("--api-key", "secret", "--served-model-name", "mine", "--spec-tokens", "2")
     with ServerProcess(model, *options, program="fake_core.py") as server:
         url = server.url

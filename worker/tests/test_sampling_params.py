@@ -6,7 +6,7 @@ import sys
 import msgspec
 import pytest
 
-from mambalign.worker.sampling_params import SamplingParams
+from mambalign.worker.sampling_params import SamplingParams, StructuredOutputs
 
 NAN, INF = float("nan"), float("inf")
 
@@ -27,6 +27,8 @@ REFUSED = {
     "stop": [["x"] * 17, [""], [3], 3, ["x" * 1025]],
     "stop_token_ids": [[-1], [100], ["a"], 7, [1] * 129],
     "ignore_eos": [None, 1],
+    "skip_special_tokens": [None, "no"],
+    "structured_outputs": ["x"],
     "n": [0, 129, 1.0],
 }
 ACCEPTED = {
@@ -46,6 +48,8 @@ ACCEPTED = {
     "stop": [[], None, "END", ["x" * 1024] * 16],
     "stop_token_ids": [[], None, [0, 99]],
     "ignore_eos": [True, False],
+    "skip_special_tokens": [True, False],
+    "structured_outputs": [None, StructuredOutputs(json=False), StructuredOutputs(choice=["a"])],
     "n": [1, 128],
 }
 
@@ -104,3 +108,19 @@ def test_what_a_request_needs():
 def test_no_torch_on_the_api_side():
     code = "import mambalign.worker.sampling_params, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{}, {"regex": "a", "json_object": True}, {"choice": []}, {"choice": ["a", ""]}, {"json_object": False},
+     {"regex": "a" * (1 << 18)}],
+)  # fmt: skip
+def test_structured_outputs_are_one_of_five(wrong):
+    with pytest.raises(ValueError, match=r"^structured_outputs.* must .*, got"):
+        SamplingParams(structured_outputs=StructuredOutputs(**wrong)).validate(vocab_size=100)
+
+
+@pytest.mark.parametrize("other", [{"min_tokens": 1}, {"ignore_eos": True}])
+def test_a_grammar_says_where_the_text_ends(other):
+    with pytest.raises(ValueError, match=f"^{next(iter(other))} cannot be used with structured_outputs"):
+        SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **other).validate(vocab_size=100)
