@@ -25,6 +25,7 @@ SCHEMA = {
 }
 TOOLS = [{"type": "function", "function": {"name": "save", "parameters": SCHEMA, "strict": True}},
          {"type": "function", "function": {"name": "stop"}}]  # fmt: skip
+WRONG_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "no"}}}}}
 JSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
 ASK = {"model": "default", "messages": [{"role": "user", "content": "a file"}], "max_tokens": 200}
 
@@ -132,8 +133,7 @@ def test_reasoning_comes_before_the_grammar(client: openai.OpenAI) -> None:
         ({"structured_outputs": {"regex": "a"}, "response_format": JSON_FORMAT}, "response_format"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens"),
         ({"response_format": JSON_FORMAT, "tools": TOOLS, "tool_choice": "required"}, "response_format"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "no"}}}}}],
-          "tool_choice": "required"}, "tools"),
+        ({"tools": [WRONG_TOOL], "tool_choice": "required"}, "tools"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
