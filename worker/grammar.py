@@ -8,6 +8,7 @@ depends on that text alone. Knows no model and no tensor.
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -73,7 +74,7 @@ class GrammarState:
 
 
 class GrammarCompiler:
-    """Makes states of requests' grammars; keeps the latest grammars compiled.
+    """Makes states of requests' grammars; keeps the latest grammars compiled. Reads the tokenizer when first asked.
 
     Args:
         tokenizer: of the model; `vocab_size` logits, padding included, of which `eos_token_ids` end a text.
@@ -82,14 +83,19 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
-        # Added tokens that look like a tag are never text to llguidance, whether or not the tokenizer says so.
-        self._special = {
-            token.content: i
-            for i, token in tokenizer.get_added_tokens_decoder().items()
-            if self._tokenizer.is_special_token(i)
-        }
+        self._given = tokenizer
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        ends = sorted(self._eos_token_ids)
+        return LLTokenizer(self._given.to_str(), n_vocab=self._vocab_size, eos_token=ends)
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        """Added tokens that look like a tag: never text to llguidance, whether or not the tokenizer says so."""
+        added = self._given.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if self._tokenizer.is_special_token(i)}
 
     def compile(self, wanted: StructuredOutputs) -> LLMatcher:
         """A matcher at the start of the text, not to be moved. Raises ValueError that names the field."""
