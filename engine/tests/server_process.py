@@ -57,9 +57,9 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        """`http://host:port`; waits until requests can be sent there."""
+        """`http://host:port`; waits until the server has said all that it says at its start, and takes requests."""
         if self._url is None:
-            self._url = self.wait_line(r"^serving \S+ at (https?://\S+)/v1")[1]
+            self._url = self.wait_line(r"^serving \S+ at (https?://\S+)/v1.*\n  curl .*\n")[1]
         return self._url
 
     def wait_line(self, pattern: str, seconds: float = START_SECONDS) -> re.Match[str]:
