@@ -19,7 +19,14 @@ from mambalign.engine.server.state import STATE, ServerState
 
 def make_app(state: ServerState) -> web.Application:
     app = web.Application(
-        middlewares=[request_id_middleware, error_middleware, count_middleware, cors_middleware, auth_middleware],
+        middlewares=[
+            request_id_middleware,
+            error_middleware,
+            count_middleware,
+            cors_middleware,
+            auth_middleware,
+            body_middleware,
+        ],
         client_max_size=state.options.max_body_size,
     )
     app[STATE] = state
@@ -52,6 +59,21 @@ async def count_middleware(request: web.Request, handler: web.RequestHandler) ->
         return await handler(request)
     finally:
         state.num_handlers -= 1
+
+
+@web.middleware
+async def body_middleware(request: web.Request, handler: web.RequestHandler) -> web.StreamResponse:
+    """Have the whole body before a handler asks for it, in bounded time."""
+    if request.can_read_body:
+        limit = request.app[STATE].options.read_timeout
+        try:
+            async with asyncio.timeout(limit):
+                await request.read()
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {limit:g} s", code="read_timeout") from None
+        except web.RequestPayloadError as error:  # its length or its compression is not what the header says
+            raise ApiError(400, f"the body cannot be read: {error}", code="bad_body") from error
+    return await handler(request)
 
 
 async def health(request: web.Request) -> web.Response:

@@ -95,6 +95,8 @@ class ServerState:
             raise unavailable("the server is shutting down", "shutting_down")
         if self.client.error is not None:
             raise unavailable(str(self.client.error), "engine_unavailable")
+        if self.client.stalled is not None:
+            raise unavailable(str(self.client.stalled), "engine_stalled")
         if self.client.ready is None or self.tokenizer is None:
             raise unavailable("the model is still loading", "loading")
         return self.client.ready
