@@ -137,7 +137,7 @@ class Weights:
         return tensor
 
     def _stand_in(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if math.prod(shape) > MAX_STAND_IN:
+        if not all(isinstance(n, int) and n >= 0 for n in shape) or math.prod(shape) > MAX_STAND_IN:
             self.finish()
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
