@@ -1,4 +1,4 @@
-"""A client of any server that speaks OpenAI's protocol: as much of one as `mambalign chat` and `mambalign bench` need."""
+"""A client of any server of OpenAI's protocol: as much of one as `mambalign chat` and `mambalign bench` need."""
 
 import argparse
 import json
