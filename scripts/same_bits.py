@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_serving import make_prompts
+from offline_rates import make_prompts
 
 import mambalign.engine.core
 from mambalign.engine import LLM, SamplingParams
