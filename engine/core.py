@@ -49,6 +49,12 @@ def refused_checkpoints(name: str) -> Iterator[None]:
         raise ConfigError(f"model {name}: {error}") from error
 
 
+def empty_device_cache() -> None:
+    """Give device memory that no tensor holds any more back, so that the next engine finds it free."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 class EngineCore:
     """Loads a model and serves requests step by step.
 
