@@ -31,26 +31,34 @@ def prove(
 
 
 def tell(seed: int, plan: Plan, shrink_seconds: float) -> str:
+    """Of a plan that fails: what fails once it is small, and how to have that again."""
     small = shrink(plan, lambda plan: failure_of(plan) is not None, shrink_seconds)
     error = failure_of(small)
-    what = "passes when played again: it depends on what the process did before"
+    what, trace = "passes when played again: it depends on what the process did before", ""
     if error is not None:
-        what = describe(error)
-    return "\n".join(
-        [
-            f"seed {seed}: {what}",
-            "".join(traceback.format_exception(error)) if error is not None else "",
-            f"again: python scripts/prove.py --seed {seed}",
-            f"small: python scripts/prove.py --replay '{small.to_json()}'",
-            "as a test, for e2e/lossless/:",
-            "",
-            f"def test_found_by_seed_{seed}() -> None:",
-            f'    """{what.splitlines()[0][:90]}"""',
-            "    play(Plan.from_json(",
-            f"        {small.to_json()!r}",
-            "    ))",
-        ]
+        what, trace = describe(error), "".join(traceback.format_exception(error))
+    return f"""seed {seed}, made small: {what}
+{trace}
+again: python scripts/prove.py --seed {seed}
+small: python scripts/prove.py --replay '{small.to_json()}'
+as a test:
+
+{as_test(seed, small)}"""
+
+
+def as_test(seed: int, plan: Plan) -> str:
+    """To paste into a file of e2e/lossless/."""
+    return f"""from lossless.plan import Plan
+from lossless.play import play
+
+
+def test_found_by_seed_{seed}() -> None:
+    play(
+        Plan.from_json(
+            {plan.to_json()!r}
+        )
     )
+"""
 
 
 def failure_of(plan: Plan) -> Exception | None:
@@ -62,4 +70,7 @@ def failure_of(plan: Plan) -> Exception | None:
 
 
 def describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    """In one line; of an assertion without a text, its source."""
+    text = str(error).splitlines()
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {text[0] if text else where.line}"

@@ -60,6 +60,8 @@ def draw_setup(rng: random.Random, seed: int) -> Setup:
 
 def draw_ask(rng: random.Random, setup: Setup, earlier: list[Ask]) -> Ask:
     """Mostly greedy and long enough to cross a boundary or two; often what an earlier one asked, another way."""
+    if rng.random() < 0.2:
+        return draw_aligned_ask(rng, setup)
     if earlier and rng.random() < 0.4:
         text = rng.choice(earlier)
     else:
@@ -88,12 +90,23 @@ def draw_ask(rng: random.Random, setup: Setup, earlier: list[Ask]) -> Ask:
     )
 
 
+def draw_aligned_ask(rng: random.Random, setup: Setup) -> Ask:
+    """Whose runs of S+1 tokens, all drafts right, end at a boundary."""
+    edge = rng.randint(1, most_edges(setup)) * setup.block_tokens
+    piece = Piece(rng.choice(STREAMS), max(1, edge - rng.randint(1, 3) * (setup.spec_tokens + 1)))
+    return Ask((piece,), max_tokens=LONGEST_REPLY, logprobs=rng.random() < 0.5, start=rng.choice([0, 20]))
+
+
+def most_edges(setup: Setup) -> int:
+    """Blocks that a prompt can fill and leave room for a reply."""
+    return (setup.max_model_len - LONGEST_REPLY) // setup.block_tokens
+
+
 def draw_length(rng: random.Random, setup: Setup) -> int:
-    """Near a multiple of B, or some way before one: by steps of S+1 tokens kept, or by any number; or anything."""
-    block, most_edges = setup.block_tokens, (setup.max_model_len - LONGEST_REPLY) // setup.block_tokens
-    edge, run = rng.randint(1, most_edges) * block, rng.randint(1, 3) * (setup.spec_tokens + 1)
-    near, before, any_length = edge + rng.choice([-1, 0, 1, 3]), edge - rng.randint(4, 14), rng.randint(1, block)
-    return max(1, rng.choice([near, edge - run, before, any_length]))
+    """Near a multiple of B, or some way before one, or anything."""
+    edge = rng.randint(1, most_edges(setup)) * setup.block_tokens
+    near, before = edge + rng.choice([-1, 0, 1, 3]), edge - rng.randint(4, 14)
+    return max(1, rng.choice([near, before, rng.randint(1, setup.block_tokens)]))
 
 
 def draw_script(rng: random.Random) -> tuple[tuple[int, int], ...]:

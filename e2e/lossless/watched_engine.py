@@ -16,6 +16,7 @@ from mambalign.engine.core import EngineCore
 from mambalign.engine.messages import EngineOutput
 from mambalign.engine.request import Request
 from mambalign.worker.batch import RowResult, RunnerOutput, SchedulerOutput
+from mambalign.worker.mamba_columns import NULL_BLOCK
 from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext
 
 
@@ -32,6 +33,7 @@ class WatchedEngine:
             script_drafts(self.core.runner, drafts_of)
         pools = pool_tensors(self.core)
         self.published = PublishedMemory(self.core, truth, pools)
+        self._null_blocks = [tensor[NULL_BLOCK].fill_(torch.nan) for _, tensors in pools for tensor in tensors]
         self._poison: Poison | None = None
         if setup.late:
             self.core.runner = LateRunner(self.core.runner)
@@ -107,8 +109,9 @@ class WatchedEngine:
         self.drafts_of_request[name] = (verified + num_drafts, kept + num_accepted)
 
     def check_idle(self) -> None:
-        """Nothing is left, nothing leaked, nothing was copied wrong."""
+        """Nothing is left, nothing leaked, nothing was copied wrong, nothing written where there is no block."""
         assert not self.core.has_work()
+        assert all(block.isnan().all() for block in self._null_blocks), "a null block was written"
         for name, (num_free, num_usable) in self.core.free_blocks().items():
             assert num_free == num_usable, f"{name}: {num_usable - num_free} blocks leaked"
         assert self.core.stats().fused_copy_mismatches_total == 0
