@@ -207,14 +207,14 @@ MUTANTS = [
     Mutant(
         "penalties of a run do not see its drafts",
         STEP,
-        "output = request.output_token_ids + drafts if drafts else request.output_token_ids",
-        "output = request.output_token_ids",
+        "SampleRow(params, prompt, output + drafts[:j], request.choice, allowed)",
+        "SampleRow(params, prompt, output, request.choice, allowed)",
     ),
     Mutant(
         "noise of a run by its first position",
         STEP,
-        "SampleRow(request.params, prompt, output, n + j + 1, request.choice, allowed)",
-        "SampleRow(request.params, prompt, output, n + 1, request.choice, allowed)",
+        "positions = rows.num_computed[layout.row_of_token[at]] + layout.offset_of_token[at] + 1",
+        "positions = rows.num_computed[layout.row_of_token[at]] + 1",
     ),
     Mutant(
         "drafts behind a stop counted as accepted",
