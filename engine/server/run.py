@@ -11,6 +11,8 @@ import ssl
 import sys
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
 
 from mambalign.engine.api_keys import ApiKeys
 from mambalign.engine.checkpoint import load_tokenizer
@@ -29,6 +31,7 @@ LAST_ANSWERS_SECONDS = 1.0  # a dead engine's server lives on so long, to say so
 def run_server(config: EngineConfig, server: ServerConfig, facts: CheckpointFacts, *, core: str = DEFAULT_CORE) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0 after a drained stop, 1 for a failure, 2 for a refused option."""
     logging.basicConfig(level=server.log_level.upper(), format=LOG_FORMAT)
+    server_logger.addFilter(is_ours)
 
     async def run() -> int:
         try:
@@ -54,6 +57,11 @@ def complain(text: str) -> None:
         print(f"serve: error: {text}", file=sys.stderr, flush=True)
     except OSError:
         sys.stderr = open(os.devnull, "w")
+
+
+def is_ours(record: logging.LogRecord) -> bool:
+    """Not a stranger's request that is no HTTP: the access log has a line of it, and a trace would tell nothing."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def tls_context(options: ServerConfig) -> ssl.SSLContext | None:
