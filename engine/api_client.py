@@ -84,7 +84,7 @@ class ApiClient:
                 if response.status >= 400:
                     raise self._refused(response.status, await response.read())
                 yield response
-        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+        except aiohttp.InvalidURL as error:
             raise ServerError(f"{self.url} is no address of a server: write one like {DEFAULT_URL}") from error
         except aiohttp.ClientConnectorError as error:
             number = error.os_error.errno
@@ -99,7 +99,7 @@ class ApiClient:
         except ValueError:
             answer = None
         if status == 401:
-            return ServerError(f"{self.url} refuses this key: give one by --api-key or {ENVIRONMENT}", "unauthorized")
+            return ServerError(f"{self.url} refuses this key: give one by --api-key or {ENVIRONMENT}")
         if isinstance(answer, dict) and answer.get("error"):
             return refusal(answer)
         return ServerError(f"{self.url} answers with status {status}: is it a server of OpenAI's protocol?")

@@ -47,7 +47,7 @@ def make_parser(prog: str) -> Parser:
     load.add_argument("--temperature", type=float, default=0.0, metavar="X", help="default: 0")
     load.add_argument("--warm", action="store_true", help="after each pass the same prompts again")
     load.add_argument("--repeats", type=count, default=3, metavar="N", help="passes (default: 3)")
-    load.add_argument("--seed", type=int, metavar="N", help="the same prompts every time (default: new ones)")
+    load.add_argument("--seed", type=int, metavar="N", help="the same prompts in every run (default: new ones)")
     talks = parser.add_argument_group(
         "conversations", "messages are 1/8 to all of --prompt-tokens long, answers 1/4 to all of --output-tokens"
     )

@@ -13,7 +13,7 @@ SLICES = 40
 def check_plot(path: str) -> None:
     """Whether it will be possible to write it. Raises ValueError that says what to do."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'mambalign[bench]'")
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib")
     if Path(path).suffix not in SUFFIXES:
         raise ValueError(f"--plot {path}: the name must end in {', '.join(SUFFIXES)}")
     if not Path(path).absolute().parent.is_dir():

@@ -17,6 +17,11 @@ DESCRIPTION = (
 )
 PROMPT = "> "
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal could take for commands
+NO_TEMPLATE = "no_chat_template"
+HINTS = {  # for codes of errors
+    NO_TEMPLATE: "`mambalign chat --completions` completes text without one",
+    "context_length_exceeded": "/reset begins a new conversation",
+}
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -25,7 +30,9 @@ def make_parser(prog: str) -> Parser:
     add_client_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
     parser.add_argument("--temperature", type=float, metavar="X", help="0: always the likeliest token")
-    parser.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="of an answer (default: 1024)")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="of an answer (default: the server's; of chats mostly all its room)"
+    )
     parser.add_argument("--completions", action="store_true", help="no conversation: complete each line as it is")
     parser.add_argument("--quiet", action="store_true", help="no figures after an answer")
     return parser
@@ -62,15 +69,14 @@ class TerminalChat:
             try:
                 self._turn(line)
             except ServerError as error:
-                if error.code == "no_chat_template":
-                    error = ServerError(f"{error}; `mambalign chat --completions` completes text without one")
                 self._complain(error)
-                if not self._is_interactive or error.code == "no_chat_template":
+                if not self._is_interactive or error.code == NO_TEMPLATE:
                     return 1
         return 0
 
     def _complain(self, error: ServerError) -> int:
-        print(f"chat: error: {error}", file=sys.stderr)
+        hint = HINTS.get(error.code)
+        print(f"chat: error: {error}" + (f"; {hint}" if hint else ""), file=sys.stderr)
         return 1
 
     async def _connect(self) -> None:
@@ -112,9 +118,9 @@ class TerminalChat:
             self._messages = [*said, {"role": "assistant", "content": answer.text}]
 
     async def _answer(self, line: str, messages: list[dict[str, str]], answer: "Answer") -> None:
-        body: dict[str, Any] = {"model": self._model, "max_tokens": self._options.max_tokens}
-        if self._options.temperature is not None:
-            body["temperature"] = self._options.temperature
+        given = {"temperature": self._options.temperature, "max_tokens": self._options.max_tokens}
+        body: dict[str, Any] = {"model": self._model}
+        body |= {name: value for name, value in given.items() if value is not None}
         if self._options.completions:
             path, body = "/v1/completions", body | {"prompt": line}
         else:

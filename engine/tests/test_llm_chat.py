@@ -1,5 +1,6 @@
 """`LLM.chat` and n on the shipped model."""
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -88,3 +89,10 @@ def test_choices_are_different_texts_and_the_same_every_time(llm: LLM) -> None:
     assert len({tuple(ids) for ids in texts[0]}) == 3
     (single,) = llm.chat(TALK, SamplingParams(max_tokens=12, temperature=1.0, seed=5))[0].outputs
     assert single.token_ids == texts[0][0], "choice 0 is what one choice would have been"
+
+
+def test_leaving_the_context_frees_the_model() -> None:
+    with LLM(max_model_len=256, cache_memory="16MiB", max_num_seqs=1) as llm:
+        assert llm.generate("def f(", GREEDY)[0].outputs[0].text
+        model, cache = weakref.ref(llm.core.model), weakref.ref(llm.core.runner.cache)
+    assert model() is None and cache() is None

@@ -70,6 +70,8 @@ def test_no_server_here() -> None:
 def test_refusals(server: ServerProcess, tmp_path: Path) -> None:
     done = talk(server.url, "hi\n", "--model", "other")
     assert done.returncode == 1 and "model 'other' is not served here" in done.stderr
+    done = talk(server.url, "hi\n", "--max-tokens", "50000")
+    assert done.returncode == 1 and "leave room for" in done.stderr and "; /reset begins" in done.stderr
     done = talk(server.url, "<error>\n{say:more:say}\n")
     assert done.returncode == 1 and "told to fail" in done.stderr and done.stdout == ""
     plain = make_checkpoint(tmp_path / "plain", chat_template=None)
