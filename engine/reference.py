@@ -63,10 +63,10 @@ class ReferenceEngine:
         while len(output_token_ids) < max_tokens:
             hidden = self.model.forward(self._one_row(new_token_ids, num_computed, cache), cache)
             num_computed += len(new_token_ids)
-            row = SampleRow(params, prompt_token_ids, output_token_ids, position=num_computed, choice=choice)
-            sampled = self.sampler(self.model.compute_logits(hidden[-1:]), [row])
-            output_token_ids.append(sampled.token_ids[0])
-            logprobs.append(sampled.logprobs[0])
+            row = SampleRow(params, prompt_token_ids, output_token_ids, choice)
+            sampled = self.sampler(self.model.compute_logits(hidden[-1:]), [row], torch.tensor([num_computed]))
+            output_token_ids.append(int(sampled.token_ids))
+            logprobs += sampled.logprobs.entries()
             if self._is_end(output_token_ids, params):
                 return Generation(output_token_ids, logprobs, "stop")
             new_token_ids = output_token_ids[-1:]

@@ -184,8 +184,7 @@ class Scheduler:
     def _may_run_ahead(self, request: Request, outlook: Outlook) -> bool:
         """Not if the result in flight may end the text, or the next token depends on it through the host."""
         params = request.params
-        needs_host = params.needs_host or request.num_output_tokens < params.min_tokens
-        return outlook.num_tokens < self.max_total_tokens(request) and not (outlook.is_decode and needs_host)
+        return outlook.num_tokens < self.max_total_tokens(request) and not (outlook.is_decode and params.needs_host)
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
@@ -357,8 +356,8 @@ class Scheduler:
         n, size = request.num_computed_tokens, self.limits.mamba_block_tokens
         assert n == row.num_computed_tokens or (self.limits.schedules_ahead and row.is_decode)
         num_final = len(result.token_ids) if row.is_decode else row.num_tokens
-        if result.prompt_logprobs is not None:  # after a preemption some of them are known
-            request.prompt_logprobs += result.prompt_logprobs[max(0, len(request.prompt_logprobs) - n) :]
+        known = len(request.prompt_logprobs) - n  # after a preemption
+        request.prompt_logprobs += result.prompt_logprobs[max(0, known) :]
         request.running_column = next_column(request.running_column, n, row.num_tokens, size)
         request.num_computed_tokens = n + num_final
         kept, finished = self._append_tokens(request, result.token_ids)

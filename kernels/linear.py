@@ -10,12 +10,14 @@ blocks of `BLOCK_ROWS` rows from then on. It tries one thread and all of them: a
 
 A GPU runs the kernel of `kernels/linear_triton.py`, whose order of addition is fixed by the weight's shape; the check
 tries that too, and a shape that fails uses one family of tiles for every number of rows. The check also finds the row
-counts, of a short list, at which the GPU's library gives the kernel's bits; long prompts then run in the library.
+counts, of a short list, at which the GPU's library gives the kernel's bits, launched and captured; wide weights then
+run in the library where many rows share a step.
 """
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
@@ -29,7 +31,8 @@ BLOCK_ROWS = 8
 ROWS_TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 31, 32, 33, 37, 48, 64, 65, 100, 128, 200, 256, 384)
 MAX_ROWS = 512  # most rows of one call to the library; more rows are run in pieces of this many
 
-LIBRARY_ROWS = (512, 1024, 2048, 4096, 8192)  # row counts at which a GPU's library may serve
+LIBRARY_ROWS = (128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)  # row counts at which a GPU's library may serve
+MAX_SQUARED_ROWS = 256  # of the library; past them the kernel, which squares as it stores, is faster
 MAX_LIBRARY_ELEMENTS = 1 << 28  # of a result that the check computes twice
 USE_LIBRARY = os.environ.get("MAMBALIGN_LINEAR_LIBRARY", "1") == "1"  # its ablation: the kernel for every row count
 
@@ -102,8 +105,8 @@ def _linear_on_gpu(
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     num_rows, shape, relu2 = x.shape[0], (*weight.shape, weight.dtype), activation == "relu2"
-    library_rows = 0  # the kernel squares as it stores; the library was not tried captured
-    if out_dtype is None and not relu2 and not torch.cuda.is_current_stream_capturing():
+    library_rows = 0
+    if out_dtype is None and x.is_contiguous() and not (relu2 and num_rows > MAX_SQUARED_ROWS):
         library_rows = _library_row_count(num_rows, shape)
     if library_rows:
         out = torch.mm(_pad_rows(x, library_rows), weight)[:num_rows]
@@ -137,11 +140,21 @@ def _equal_library_rows(weight: torch.Tensor) -> set[int]:
         return equal
     x = _hard_values(max(LIBRARY_ROWS), k, 0, weight.device).to(weight.dtype)
     for count in LIBRARY_ROWS:
-        if count * n <= MAX_LIBRARY_ELEMENTS and torch.equal(
-            torch.mm(x[:count], weight), linear_on_gpu(x[:count], weight)
-        ):
+        if count * n > MAX_LIBRARY_ELEMENTS:
+            break
+        want, run = linear_on_gpu(x[:count], weight), partial(torch.mm, x[:count], weight)
+        if torch.equal(run(), want) and torch.equal(_replayed(run), want):
             equal.add(count)
     return equal
+
+
+def _replayed(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What a captured launch gives."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    graph.replay()
+    return out.clone()
 
 
 def _linear_by_segments(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

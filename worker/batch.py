@@ -71,7 +71,7 @@ class RowResult:
     logprobs: list | None  # TokenLogprobs, one per token, when asked for
     draft_token_ids: list[int]  # proposed for the row's next step
     num_draft_tokens: int  # drafts that this step verified
-    prompt_logprobs: list | None = None  # TokenLogprobs of the prompt's tokens n+1 .. n+q, when asked for
+    prompt_logprobs: list = field(default_factory=list)  # TokenLogprobs of the prompt's tokens n+1 .. n+q, if asked for
     error: str | None = None  # why the request cannot go on; its tokens do not count then
 
 

@@ -14,6 +14,7 @@ from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.rows import MambaRows
 from mambalign.kernels.step_addresses import state_blocks, token_slots
 from mambalign.worker.batch import ScheduledRow
+from mambalign.worker.host_copy import to_device
 from mambalign.worker.state_cache import StateCache
 
 NO_TOKEN = -1  # a position whose token the device fills in, or a draft that is not there: equal to no token
@@ -96,10 +97,8 @@ def lay_out(rows: list[ScheduledRow], cache: StateCache, resumed: set[str]) -> S
 
 
 def _send(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """int64 tensors of these arrays, sent at once; on a GPU without waiting, from pinned memory of their own."""
-    packed = torch.from_numpy(np.concatenate(arrays, dtype=np.int64, casting="unsafe"))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
+    """int64 tensors of these arrays, sent at once."""
+    packed = to_device(np.concatenate(arrays, dtype=np.int64, casting="unsafe"), torch.int64, device)
     return list(packed.split([len(array) for array in arrays]))
 
 

@@ -23,6 +23,7 @@ class CachedRequest:
     choice: int
     prompt_token_ids: list[int]
     output_token_ids: list[int] = field(default_factory=list)
+    draft_token_ids: list[int] = field(default_factory=list)  # of the next step; V2: behind a step not yet read, old
     grammar: GrammarState | None = None  # made with the first sample, if the request has one
 
     @property

@@ -16,6 +16,7 @@ from mambalign.kernels.postprocess_mamba import postprocess_mamba_fused
 from mambalign.kernels.precopy_mamba_align import precopy_mamba_align_fused
 from mambalign.kernels.preprocess_mamba_align import preprocess_mamba_align_fused
 from mambalign.worker.batch import ScheduledRow, SchedulerOutput
+from mambalign.worker.host_copy import to_device
 from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import NULL_BLOCK, PostcopyInfo, PrecopyInfo, postcopy, precopy
 from mambalign.worker.mamba_laws import RowBefore, check_accepted, check_moves, check_prefills, check_rows
@@ -127,8 +128,7 @@ class MambaSpecDecodeGPUContext:
     def send_num_scheduled(self, num_scheduled: list[int]) -> torch.Tensor:
         """Tokens of each row on the device (V2), int32; sent when they change, which decode rows seldom do."""
         if self._last_scheduled[0] != num_scheduled:
-            pinned = torch.tensor(num_scheduled, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-            self._last_scheduled = (num_scheduled, pinned.to(self.device, non_blocking=True))
+            self._last_scheduled = (num_scheduled, to_device(num_scheduled, torch.int32, self.device))
         return self._last_scheduled[1]
 
     def run_fused_precopy(

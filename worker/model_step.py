@@ -1,7 +1,7 @@
 """What both runners do alike in a step: forward, sample, verify, draft. Knows rows, not batches or slots.
 
 A runner brings each row's numbers (`StepRows`), moves states before and keeps boundary states after sampling. All of
-it runs on the device; only rows that do not sample greedily are looked at by the host.
+it runs on the device, and nothing waits for it.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,11 @@ from mambalign.worker.cpu import StepThreads
 from mambalign.worker.decode_graphs import DecodeGraph, DecodeGraphs, graph_sizes
 from mambalign.worker.forward_batch import NO_TOKEN, StepRows, forward_batch
 from mambalign.worker.grammar import GrammarCompiler
+from mambalign.worker.host_copy import to_device
 from mambalign.worker.input_batch import CachedRequest
+from mambalign.worker.logprobs import LogprobCopy
 from mambalign.worker.mtp import MtpProposer
-from mambalign.worker.sampler import Sampler, SampleRow, token_logprobs
-from mambalign.worker.sampling_params import TokenLogprobs
+from mambalign.worker.sampler import Sampler, SamplerOutput, SampleRow
 from mambalign.worker.state_cache import StateCache
 
 PROMPT_LOGITS_ROWS = 64  # rows of logits that are looked at together for a prompt's log-probabilities
@@ -122,58 +123,58 @@ class ModelStep:
 
     def sample(
         self, rows: StepRows, logits: torch.Tensor, scheduled: list[ScheduledRow], requests: list[CachedRequest]
-    ) -> tuple[torch.Tensor, list[TokenLogprobs | None]]:
-        """The target's own token int64 [N] after each sampled position, and log-probabilities where asked for."""
+    ) -> SamplerOutput:
+        """The target's own token after each sampled position, and log-probabilities where asked for."""
         if all(request.params.is_plain_greedy for request in requests):
-            return argmax_rows(logits), [None] * len(logits)
-        sampled = self.sampler(logits, self._sample_rows(rows, scheduled, requests))
-        return torch.tensor(sampled.token_ids, device=logits.device), sampled.logprobs
+            token_ids = argmax_rows(logits)
+            return SamplerOutput(token_ids, LogprobCopy(logits, token_ids, [None] * len(logits)))
+        layout = rows.layout
+        at = layout.sample_index
+        positions = rows.num_computed[layout.row_of_token[at]] + layout.offset_of_token[at] + 1
+        return self.sampler(logits, self._sample_rows(scheduled, requests), positions)
 
     def prompt_logprobs(
         self, hidden: torch.Tensor, scheduled: list[ScheduledRow], requests: list[CachedRequest]
-    ) -> list[list[TokenLogprobs] | None]:
+    ) -> list[list[LogprobCopy]]:
         """Of each row whose request asks: the log-probabilities of the prompt's tokens n+1 .. n+q, as far as it goes.
 
         hidden [T, hidden]. Takes logits of its own, a few rows at a time: a row's bits do not depend on the others.
         """
-        results: list[list[TokenLogprobs] | None] = []
+        results: list[list[LogprobCopy]] = []
         start = 0
         for row, request in zip(scheduled, requests, strict=True):
-            count, entries = request.params.prompt_logprobs, None
+            count, copies = request.params.prompt_logprobs, []
             if count is not None and not row.is_decode:
-                n, entries = row.num_computed_tokens, []
+                n = row.num_computed_tokens
                 targets = request.prompt_token_ids[n + 1 : n + 1 + row.num_tokens]
                 for at in range(0, len(targets), PROMPT_LOGITS_ROWS):
                     part = targets[at : at + PROMPT_LOGITS_ROWS]
                     logits = self.model.compute_logits(hidden[start + at : start + at + len(part)])
-                    entries += token_logprobs(logits, part, [count] * len(part))
-            results.append(entries)
+                    token_ids = to_device(part, torch.int64, logits.device)
+                    copies.append(LogprobCopy(logits, token_ids, [count] * len(part)))
+            results.append(copies)
             start += row.num_tokens
         return results
 
-    def _sample_rows(
-        self, rows: StepRows, scheduled: list[ScheduledRow], requests: list[CachedRequest]
-    ) -> list[SampleRow]:
+    def _sample_rows(self, scheduled: list[ScheduledRow], requests: list[CachedRequest]) -> list[SampleRow]:
         """How each token is taken: as if the drafts up to there had been sampled one at a time."""
-        computed, token_ids, start = rows.num_computed.tolist(), rows.token_ids.tolist(), 0
         sample_rows = []
-        for n, row, request in zip(computed, scheduled, requests, strict=True):
-            row_drafts = token_ids[start + 1 : start + row.num_tokens] if row.is_decode else []
-            masks = self._grammar_masks(request, row_drafts) if row.samples else []
-            for j in range(row.num_tokens) if row.is_decode else [row.num_tokens - 1] * row.samples:
-                drafts = token_ids[start + 1 : start + j + 1] if row.is_decode else []
-                output = request.output_token_ids + drafts if drafts else request.output_token_ids
-                prompt = request.prompt_token_ids
-                allowed = masks[len(drafts)] if masks else None
-                sample_rows.append(SampleRow(request.params, prompt, output, n + j + 1, request.choice, allowed))
-            start += row.num_tokens
+        for row, request in zip(scheduled, requests, strict=True):
+            params, prompt, output = request.params, request.prompt_token_ids, request.output_token_ids
+            if not params.needs_host:
+                sample_rows += [SampleRow(params, prompt, output, request.choice)] * row.num_samples
+            elif row.samples:
+                num_drafts = row.num_samples - 1
+                drafts = (request.draft_token_ids + [NO_TOKEN] * num_drafts)[:num_drafts]
+                for j, allowed in enumerate(self._grammar_masks(request, drafts)):
+                    sample_rows.append(SampleRow(params, prompt, output + drafts[:j], request.choice, allowed))
         return sample_rows
 
     def _grammar_masks(self, request: CachedRequest, drafts: list[int]) -> list[np.ndarray | None]:
-        """Of a row with a grammar, allowed tokens at each place that it samples."""
+        """Allowed tokens at each place that a row samples; None for all, as without a grammar."""
         wanted = request.params.structured_outputs
         if wanted is None:
-            return []
+            return [None] * (1 + len(drafts))
         if request.grammar is None:
             request.grammar = self.grammars.start(wanted)
         return request.grammar.masks(request.output_token_ids, drafts)

@@ -6,41 +6,23 @@ committed, with the target's hidden states, over what earlier feedback drafts le
 draft on from the last slot. Nothing of the drafter's ever reaches the text.
 """
 
-from typing import Protocol
-
 import torch
 
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.sampling import argmax_rows
 from mambalign.kernels.step_addresses import token_slots
 from mambalign.worker.forward_batch import NO_TOKEN, StepRows
+from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.layers import OutputTokens
 from mambalign.worker.state_cache import StateCache
 
 FIRST_KEY = 1  # slot 0 is empty
 
 
-class DraftModel(Protocol):
-    mtp_keys_come_first: bool
-
-    def mtp_forward(
-        self,
-        prev_hidden: torch.Tensor,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        attention: AttentionRows,
-        cache: StateCache,
-        outputs: OutputTokens | None = None,
-    ) -> torch.Tensor: ...
-
-    def mtp_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-
 class MtpProposer:
     """Fills the drafter's slots for every row, then drafts `num_spec_tokens` tokens for the rows that sampled."""
 
-    def __init__(self, model: DraftModel, cache: StateCache, num_spec_tokens: int):
+    def __init__(self, model: HybridModel, cache: StateCache, num_spec_tokens: int):
         self.model = model
         self.cache = cache
         self.num_spec_tokens = num_spec_tokens

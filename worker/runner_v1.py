@@ -45,7 +45,8 @@ class ModelRunnerV1:
         requests = [self.batch.requests[self.batch.row_of[row.request_id]] for row in scheduled.rows]
         hidden = self.step.forward(rows)
         of_prompts = self.step.prompt_logprobs(hidden, scheduled.rows, requests)
-        sampled, logprobs = self.step.sample(rows, self.step.logits(rows, hidden), scheduled.rows, requests)
+        output = self.step.sample(rows, self.step.logits(rows, hidden), scheduled.rows, requests)
+        sampled, logprobs = output.token_ids, output.logprobs.entries()
         verified = self.step.verify(rows, sampled)
         counts = verified.num_kept.tolist()
         tokens = [ids[:count] for ids, count in zip(verified.token_ids.tolist(), counts, strict=True)]
@@ -58,8 +59,10 @@ class ModelRunnerV1:
         drafts = self._propose(rows, hidden, sampled, num_final, scheduled.rows, tokens)
         self._totals = self._totals.plus(moved.num_rows, moved.num_biased_rows, num_postcopies)
         results, at = [], 0
-        for row, kept, new_drafts, of_prompt in zip(scheduled.rows, tokens, drafts, of_prompts, strict=True):
-            request = self.batch.requests[self.batch.row_of[row.request_id]]
+        parts = (scheduled.rows, requests, tokens, drafts, of_prompts)
+        for row, request, kept, new_drafts, copies in zip(*parts, strict=True):
+            request.draft_token_ids = new_drafts
+            of_prompt = [entry for copy in copies for entry in copy.entries()]
             wanted = request.params.logprobs is not None and kept
             num_drafts = row.num_tokens - 1 if row.is_decode else 0
             entries = logprobs[at : at + len(kept)] if wanted else None

@@ -11,12 +11,13 @@ from mambalign.worker.batch import CopyTotals, RowResult, RunnerOutput, Schedule
 from mambalign.worker.forward_batch import NO_TOKEN, StepLayout, StepRows, lay_out
 from mambalign.worker.fused_copy_check import FusedCopyChecker
 from mambalign.worker.grammar import GrammarCompiler
+from mambalign.worker.host_copy import HostCopy, to_device
 from mambalign.worker.input_batch import CachedRequest
+from mambalign.worker.logprobs import LogprobCopy
 from mambalign.worker.mamba_columns import table_width
 from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext, preprocess_mamba
 from mambalign.worker.model_step import ModelStep, RunnerLimits, Verified
 from mambalign.worker.ngram import propose_ngrams
-from mambalign.worker.sampling_params import TokenLogprobs
 from mambalign.worker.slot_batch import SlotBatch
 from mambalign.worker.state_cache import StateCache
 
@@ -29,40 +30,35 @@ class PendingStep:
         rows: list[ScheduledRow],
         requests: list[CachedRequest],
         numbers: torch.Tensor,
-        logprobs: list[TokenLogprobs | None],
-        of_prompts: list[list[TokenLogprobs] | None],
+        logprobs: LogprobCopy,
+        of_prompts: list[list[LogprobCopy]],
         mismatches: tuple,
     ):
         """numbers int64 [R, 2 + S+1 + S] on the device: tokens kept, drafts verified, tokens, drafts for the next."""
         self._rows, self._requests, self._logprobs, self._mismatches = rows, requests, logprobs, mismatches
         self._of_prompts = of_prompts
         self._output: RunnerOutput | None = None
-        self._is_done = None
-        self._numbers = numbers
-        if numbers.is_cuda:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._is_done = torch.cuda.Event()
-            self._is_done.record()
+        self._numbers = HostCopy(numbers)
 
     def result(self) -> RunnerOutput:
         if self._output is None:
-            if self._is_done is not None:
-                self._is_done.synchronize()
             self._output = RunnerOutput(list(self._results()), self._mismatches)
         return self._output
 
     def _results(self):
-        width, at = (self._numbers.shape[1] - 1) // 2, 0  # S + 1
-        parts = (self._rows, self._requests, self._numbers.tolist(), self._of_prompts)
-        for row, request, numbers, of_prompt in zip(*parts, strict=True):
+        all_numbers, logprobs = self._numbers.wait(), self._logprobs.entries()
+        width, at = (all_numbers.shape[1] - 1) // 2, 0  # S + 1
+        parts = (self._rows, self._requests, all_numbers.tolist(), self._of_prompts)
+        for row, request, numbers, copies in zip(*parts, strict=True):
             num_kept, num_drafts, *tokens = numbers
             kept, drafts = tokens[:num_kept], [token for token in tokens[width:] if token != NO_TOKEN]
             request.output_token_ids.extend(kept)
+            request.draft_token_ids = drafts
             wanted = request.params.logprobs is not None and num_kept
-            logprobs = self._logprobs[at : at + num_kept] if wanted else None
+            entries = logprobs[at : at + num_kept] if wanted else None
             at += row.num_samples
-            yield RowResult(row.request_id, kept, logprobs, drafts, num_drafts, of_prompt, request.error)
+            of_prompt = [entry for copy in copies for entry in copy.entries()]
+            yield RowResult(row.request_id, kept, entries, drafts, num_drafts, of_prompt, request.error)
 
 
 class ModelRunnerV2:
@@ -78,7 +74,6 @@ class ModelRunnerV2:
         self.batch = SlotBatch(self.align_ctx, limits.max_num_seqs, limits.num_spec_tokens, history_len)
         self.step = ModelStep(model, cache, limits, width, grammars)
         self.checker = FusedCopyChecker(cache, limits.check_fused_copy_rate) if limits.check_fused_copy_rate else None
-        self._last: PendingStep | None = None
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> PendingStep:
@@ -89,7 +84,7 @@ class ModelRunnerV2:
         for new in scheduled.new_rows:
             batch.add(new)
         resumed = {new.request_id for new in scheduled.new_rows if new.num_computed_tokens}
-        idx_mapping = batch.to_device([batch.slot_of[row.request_id] for row in rows], torch.int32)
+        idx_mapping = to_device([batch.slot_of[row.request_id] for row in rows], torch.int32, self.cache.device)
         slots = idx_mapping.long()
         batch.set_block_tables(slots, [row.mamba_blocks for row in rows])
         moved = preprocess_mamba(
@@ -105,16 +100,14 @@ class ModelRunnerV2:
         requests = [batch.requests[batch.slot_of[row.request_id]] for row in rows]
         hidden = self.step.forward(step_rows)
         of_prompts = self.step.prompt_logprobs(hidden, rows, requests)
-        if self._last is not None and not all(request.params.is_plain_greedy for request in requests):
-            self._last.result()  # the host samples from the texts so far
-        sampled, logprobs = self.step.sample(step_rows, self.step.logits(step_rows, hidden), rows, requests)
+        output = self.step.sample(step_rows, self.step.logits(step_rows, hidden), rows, requests)
+        sampled = output.token_ids
         verified = self.step.verify(step_rows, sampled)
         num_final = self._postprocess(idx_mapping, slots, step_rows, verified)
         drafts = self._propose(step_rows, slots, hidden, sampled, verified, num_final)
         batch.drafts[slots] = drafts
         numbers = (verified.num_kept[:, None], verified.num_drafts[:, None], verified.token_ids, drafts)
-        self._last = PendingStep(rows, requests, torch.cat(numbers, dim=1), logprobs, of_prompts, moved.mismatches)
-        return self._last
+        return PendingStep(rows, requests, torch.cat(numbers, dim=1), output.logprobs, of_prompts, moved.mismatches)
 
     def copy_totals(self) -> CopyTotals:
         """State copies since start; reads the device."""

@@ -8,6 +8,7 @@ import torch
 
 from mambalign.worker.batch import NewRow
 from mambalign.worker.forward_batch import NO_TOKEN
+from mambalign.worker.host_copy import to_device
 from mambalign.worker.input_batch import CachedRequest
 from mambalign.worker.mamba_columns import first_column
 from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext
@@ -43,7 +44,7 @@ class SlotBatch:
         self.running_column[slot] = first_column(new.num_computed_tokens, self.align_ctx.block_tokens)
         self.drafts[slot] = NO_TOKEN
         if self.history.shape[1]:
-            self.history[slot, : len(new.token_ids)] = self.to_device(new.token_ids, torch.int64)
+            self.history[slot, : len(new.token_ids)] = to_device(new.token_ids, torch.int64, self.history.device)
 
     def remove(self, request_id: str) -> None:
         """Free a slot. Steps already launched still use it; what reuses it is launched after them."""
@@ -51,13 +52,8 @@ class SlotBatch:
         self.requests[slot] = None
         self._free.append(slot)
 
-    def to_device(self, values: list, dtype: torch.dtype) -> torch.Tensor:
-        """Send host numbers without waiting: from pinned memory of their own, so nothing can be overwritten."""
-        on_gpu = self.num_computed.is_cuda
-        return torch.tensor(values, dtype=dtype, pin_memory=on_gpu).to(self.num_computed.device, non_blocking=True)
-
     def set_block_tables(self, slots: torch.Tensor, tables: list[dict[int, int]]) -> None:
         """Write the columns that each row holds into its slot's block table (group 0)."""
         table = self.align_ctx.block_table_buf.gpu
         rows = [[blocks.get(column, 0) for column in range(table.shape[2])] for blocks in tables]
-        table[slots, 0] = self.to_device(rows, torch.int32)
+        table[slots, 0] = to_device(rows, torch.int32, table.device)

@@ -42,11 +42,18 @@ def run_server(config: EngineConfig, server: ServerConfig, facts: CheckpointFact
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    """A line for who started the server; what nobody can take (a full disk, a closed pipe) is no reason to stop."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # what is left in the old one's buffer would fail at exit
 
 
 def complain(text: str) -> None:
-    print(f"serve: error: {text}", file=sys.stderr, flush=True)
+    try:
+        print(f"serve: error: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        sys.stderr = open(os.devnull, "w")
 
 
 def tls_context(options: ServerConfig) -> ssl.SSLContext | None:
@@ -76,7 +83,11 @@ class Server:
         self.options = server
         self.facts = facts
         self.client = EngineClient(
-            config, progress=lambda text: say(f"  {text}"), core=core, log_level=server.log_level
+            config,
+            progress=lambda text: say(f"  {text}"),
+            core=core,
+            log_level=server.log_level,
+            stall_seconds=server.engine_timeout,
         )
         name = server.served_model_name or facts.name
         self.state = ServerState(self.client, name, server, ApiKeys.read(server))
@@ -93,6 +104,8 @@ class Server:
             access_log_class=AccessLog,
             access_log=make_access_logger(logging.getLogger().level),
             shutdown_timeout=LAST_ANSWERS_SECONDS,
+            lingering_time=LAST_ANSWERS_SECONDS,  # for the rest of a body that nobody reads
+            keepalive_timeout=self.options.read_timeout,  # from the connection's start on
         )
         await runner.setup()
         site = web.TCPSite(runner, self.options.host, self.options.port, ssl_context=self.tls)

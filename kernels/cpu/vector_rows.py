@@ -12,8 +12,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from mambalign.kernels.cpu.vectors import FLOAT, INDEX, broadcast, multiply_add
+
 LANES, ROWS = 16, 4
-FLOAT, INDEX, PLACE = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+PLACE = ir.IntType(64)
 VECTOR, FOUR = ir.VectorType(FLOAT, LANES), ir.VectorType(FLOAT, ROWS)
 
 
@@ -71,13 +73,10 @@ class _Code:
         self.builder.store(value, self._at(base, offset, value.type), align=4)
 
     def fma(self, a, b, c):
-        kind = ir.FunctionType(a.type, [a.type] * 3)
-        name = f"llvm.fma.v{a.type.count}f32"
-        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [a, b, c])
+        return multiply_add(self.builder, a, b, c)
 
     def splat(self, value, vector=VECTOR):
-        first = self.builder.insert_element(ir.Constant(vector, ir.Undefined), value, INDEX(0))
-        return self.builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(INDEX, vector.count), None))
+        return broadcast(self.builder, value, vector)
 
     def splat_each(self, rows):
         """Four vectors, of each element of a vector of four."""

@@ -45,9 +45,6 @@ def add_product(typing_context, a, b, c, num_rows, num_columns, depth):
         num_rows, num_columns, depth = args[3:]
         vector, zero = ir.VectorType(FLOAT, LANES), ir.Constant(num_rows.type, 0)
         steps = [ir.Constant(zero.type, n) for n in (PRODUCT_ROWS, LANES * PRODUCT_VECTORS)]
-        multiply_add = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{LANES}f32"
-        )
         cells = [(row, v) for row in range(PRODUCT_ROWS) for v in range(PRODUCT_VECTORS)]
         with (
             cgutils.for_range_slice(builder, zero, num_rows, steps[0]) as (i, _),
@@ -58,9 +55,9 @@ def add_product(typing_context, a, b, c, num_rows, num_columns, depth):
                 builder.store(c.load(vector, i, j, row, v * LANES), sums[row, v])
             with cgutils.for_range(builder, depth) as loop:
                 right = [b.load(vector, loop.index, j, 0, v * LANES) for v in range(PRODUCT_VECTORS)]
-                left = [_broadcast(builder, a.load(FLOAT, i, loop.index, row), vector) for row in range(PRODUCT_ROWS)]
+                left = [broadcast(builder, a.load(FLOAT, i, loop.index, row), vector) for row in range(PRODUCT_ROWS)]
                 for row, v in cells:
-                    value = builder.call(multiply_add, [left[row], right[v], builder.load(sums[row, v])])
+                    value = multiply_add(builder, left[row], right[v], builder.load(sums[row, v]))
                     builder.store(value, sums[row, v])
             for row, v in cells:
                 c.store(builder.load(sums[row, v]), i, j, row, v * LANES)
@@ -115,7 +112,7 @@ def widen_row(typing_context, source, start, shift, target, row, count):
                 place = builder.gep(base, [builder.add(start, j)])
                 bits = builder.load(builder.bitcast(place, narrow.as_pointer()), align=number.width // 8)
                 bits = builder.zext(bits, wide) if number.width < 32 else bits
-                bits = builder.shl(bits, _broadcast(builder, shift, wide))
+                bits = builder.shl(bits, broadcast(builder, shift, wide))
                 target.store(builder.bitcast(bits, ir.VectorType(FLOAT, lanes)), row, j)
 
         whole = builder.and_(count, ir.Constant(count.type, -LANES))
@@ -180,6 +177,13 @@ def _matrices(context, builder, signature, values) -> list[_Matrix]:
     return [_Matrix(builder, context.make_array(kind)(context, builder, value)) for kind, value in pairs]
 
 
-def _broadcast(builder, value, vector):
+def broadcast(builder, value, vector):
+    """A vector of one value."""
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(INDEX, 0))
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INDEX, vector.count), [0] * vector.count))
+
+
+def multiply_add(builder, a, b, c):
+    """a * b + c of fp32 vectors, rounded once."""
+    kind = ir.FunctionType(a.type, [a.type] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{a.type.count}f32"), [a, b, c])

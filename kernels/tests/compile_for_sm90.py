@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 from mambalign.kernels import (
     activation,
     combine_experts,
+    draw_tokens,
     expert_routing,
     grouped_linear,
     head_norm,
@@ -125,6 +126,13 @@ def compile_sampling(which: str):
     return compile_kernel(sampling.accept_drafts_kernel, types, {"NUM_DRAFTS": 3, "BLOCK": 4}, num_warps=1)
 
 
+def compile_draw():
+    types = {"p_logits": "*fp32", "p_row": "*i64", "p_key": "*i64", "p_temperature": "*fp32", "p_floor": "*fp32"}
+    types |= {"p_top_k": "*i64", "p_top_p": "*fp64", "p_out": "*i64"}
+    constants = {"WORD": 4, "BLOCK": draw_tokens.BLOCK}
+    return compile_kernel(draw_tokens.draw_tokens_kernel, types, constants, num_warps=draw_tokens.NUM_WARPS)
+
+
 def compile_activation(relu2: bool):
     types = {"p_x": "*bf16", "p_out": "*bf16"}
     return compile_kernel(activation.activation_kernel, types, {"WORD": 16, "RELU2": relu2, "BLOCK": activation.BLOCK})
@@ -213,6 +221,7 @@ def main() -> None:
     cases |= {"then gate": (compile_then_gate, 128, bf16), "head norm": (compile_head_norm, 16, 256, bf16)}
     cases |= {"sigmoid_mul": (compile_sigmoid_mul,)}
     cases |= {which: (compile_sampling, which) for which in ("argmax", "merge", "accept")}
+    cases |= {"draw": (compile_draw,)}
     cases |= {f"activation {relu2}": (compile_activation, relu2) for relu2 in (False, True)}
     cases |= {"rotary": (compile_rotary, 32, 8, 128, 64, bf16), "rotary half": (compile_rotary, 6, 2, 33, 8, fp32)}
     cases |= {"silu_mul": (compile_silu_mul, bf16, bf16), "silu_mul of a scan": (compile_silu_mul, bf16, fp32)}

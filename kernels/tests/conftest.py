@@ -16,6 +16,7 @@ KERNEL_MODULES = (
     "activation",
     "batch_memcpy",
     "combine_experts",
+    "draw_tokens",
     "expert_routing",
     "grouped_linear",
     "head_norm",

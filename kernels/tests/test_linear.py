@@ -133,20 +133,21 @@ def test_the_library_serves_where_its_bits_are_the_kernels(monkeypatch: pytest.M
         return torch.mm(x, weight) * (1 + (len(x) == 1024))
 
     monkeypatch.setattr(module, "linear_on_gpu", kernel)
-    monkeypatch.setattr(module.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(module, "_replayed", lambda run: run() + (len(run()) == 192))
     monkeypatch.setattr(module, "MAX_LIBRARY_ELEMENTS", 4096 * 16)
     weight, bias = torch.randn(8, 16).bfloat16(), torch.randn(16).bfloat16()
-    assert module._equal_library_rows(weight) == {512, 2048, 4096}
+    assert module._equal_library_rows(weight) == {128, 256, 384, 512, 2048, 4096}
     assert module._equal_library_rows(weight.float()) == module._equal_library_rows(weight.repeat(512, 1)) == set()
-    monkeypatch.setattr(module, "_library_rows", {(8, 16, torch.bfloat16): {512}})
+    monkeypatch.setattr(module, "_library_rows", {(8, 16, torch.bfloat16): {256, 512}})
     kernel_rows.clear()
     x = torch.randn(500, 8).bfloat16()
     got = module._linear_on_gpu(x, weight, bias, "silu", None)
     assert not kernel_rows and torch.equal(got, silu(torch.mm(x, weight) + bias))
+    squared = module._linear_on_gpu(x[:250], weight, bias, "relu2", None)
+    assert not kernel_rows and torch.equal(squared, relu2(torch.mm(x[:250], weight) + bias))
     for num_rows, activation, out_dtype in ((500, None, torch.float32), (20, None, None), (500, "relu2", None)):
         module._linear_on_gpu(x[:num_rows], weight, bias, activation, out_dtype)
-    monkeypatch.setattr(module.torch.cuda, "is_current_stream_capturing", lambda: True)
-    module._linear_on_gpu(x, weight, bias, None, None)
+    module._linear_on_gpu(torch.randn(500, 9).bfloat16()[:, :8], weight, bias, None, None)  # rows apart
     assert kernel_rows == [500, 20, 500, 500]
 
 
@@ -163,10 +164,11 @@ def test_on_a_gpu_a_row_gives_the_same_bits_in_any_batch(k: int, n: int, dtype: 
             rows = slice(first, first + num_rows)
             assert torch.equal(linear(x[rows], weight), want[rows])
             assert torch.equal(linear(x[rows], weight, out_dtype=torch.float32), sums[rows])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = linear(x[:4], weight)
-    for _ in range(3):
-        captured.zero_()
-        graph.replay()
-        assert torch.equal(captured, want[:4])
+    for num_rows in (4, 128, 256):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = linear(x[:num_rows], weight)
+        for _ in range(3):
+            captured.zero_()
+            graph.replay()
+            assert torch.equal(captured, want[:num_rows])

@@ -13,6 +13,7 @@ from mambalign.kernels.linear import linear
 from mambalign.worker.forward_batch import ForwardBatch
 from mambalign.worker.models.layers import ForwardContext, Linear, OutputTokens, RMSNorm
 from mambalign.worker.models.loader import Weights
+from mambalign.worker.models.mtp_head import MtpHead
 from mambalign.worker.state_cache import AttentionSpec, StateCache, StateSpec
 
 
@@ -46,16 +47,6 @@ class Block(Protocol):
     def linears(self) -> list[Linear]:
         """Every linear layer in it."""
         ...
-
-
-class MtpHead(Protocol):
-    """Multi-token prediction: from the hidden state of position p-1 and token p, the hidden state that predicts p+1."""
-
-    blocks: list[Block]
-
-    def __call__(self, embedding: torch.Tensor, prev_hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor: ...
-
-    def linears(self) -> list[Linear]: ...
 
 
 class HybridModel:

@@ -16,6 +16,7 @@ from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.layers import MLP, Attention, ForwardContext, Linear, Mamba2Mixer, RMSNorm
 from mambalign.worker.models.loader import CheckpointError, Weights
 from mambalign.worker.models.moe import Experts, MoE, Router, stack_experts
+from mambalign.worker.models.mtp_head import MtpHead
 from mambalign.worker.models.residual import ResidualBlock, run_blocks
 from mambalign.worker.state_cache import AttentionSpec, StateSpec
 
@@ -180,30 +181,6 @@ def _layers(config: dict[str, Any], pattern_field: str, list_field: str) -> tupl
     return tuple(kinds[kind] for kind in given)
 
 
-class NemotronHMtpHead:
-    """Multi-token prediction: from the hidden state of position p-1 and token p, the hidden state that predicts p+1.
-
-    The state that comes in is the one after a final norm, the target's or this head's own, so the head can be
-    chained on its output.
-    """
-
-    def __init__(self, config: NemotronHConfig, weights: Weights, num_target_attention: int):
-        hidden, eps = config.hidden_size, config.layer_norm_epsilon
-        first, last = "mtp.layers.0", f"mtp.layers.{len(config.mtp_layers) - 1}"
-        self.enorm = RMSNorm(weights, f"{first}.enorm", hidden, eps)
-        self.hnorm = RMSNorm(weights, f"{first}.hnorm", hidden, eps)
-        self.eh_proj = Linear(weights, f"{first}.eh_proj", 2 * hidden, hidden)
-        self.blocks = _blocks(config, weights, "mtp.layers", config.mtp_layers, num_target_attention)
-        self.final_norm = RMSNorm(weights, f"{last}.final_layernorm", hidden, eps)
-
-    def __call__(self, embedding: torch.Tensor, prev_hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(prev_hidden)], dim=-1))
-        return run_blocks(self.blocks, self.final_norm, x, context)
-
-    def linears(self) -> list[Linear]:
-        return [self.eh_proj, *(each for block in self.blocks for each in block.linears())]
-
-
 class NemotronH(HybridModel):
     """The family's model: every layer is one mixer behind one norm."""
 
@@ -215,7 +192,7 @@ class NemotronH(HybridModel):
         self.blocks = _blocks(config, weights, "backbone.layers", config.layers, 0)
         self.final_norm = RMSNorm(weights, "backbone.norm_f", config.hidden_size, config.layer_norm_epsilon)
         if config.mtp_layers and weights.has_any("mtp."):
-            self.mtp = NemotronHMtpHead(config, weights, config.layers.count(ATTENTION))
+            self.mtp = _mtp_head(config, weights)
             for i in range(1, config.num_nextn_predict_layers):  # heads for later drafts: the first one makes them all
                 for layer in range(len(config.mtp_layers)):
                     weights.skip(f"mtp.layers.{i * len(config.mtp_layers) + layer}.")
@@ -224,6 +201,18 @@ class NemotronH(HybridModel):
 
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return run_blocks(self.blocks, self.final_norm, x, context)
+
+
+def _mtp_head(config: NemotronHConfig, weights: Weights) -> MtpHead:
+    hidden, eps = config.hidden_size, config.layer_norm_epsilon
+    first, last = "mtp.layers.0", f"mtp.layers.{len(config.mtp_layers) - 1}"
+    return MtpHead(
+        embedding_norm=RMSNorm(weights, f"{first}.enorm", hidden, eps),
+        hidden_norm=RMSNorm(weights, f"{first}.hnorm", hidden, eps),
+        fc=Linear(weights, f"{first}.eh_proj", 2 * hidden, hidden),
+        blocks=_blocks(config, weights, "mtp.layers", config.mtp_layers, config.layers.count(ATTENTION)),
+        final_norm=RMSNorm(weights, f"{last}.final_layernorm", hidden, eps),
+    )
 
 
 def _blocks(

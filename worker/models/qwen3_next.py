@@ -17,6 +17,7 @@ from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.layers import ForwardContext, Linear, ZeroCentredRMSNorm
 from mambalign.worker.models.loader import CheckpointError, Weights
 from mambalign.worker.models.moe import Experts, MoE, Router, stack_experts, take_stacked_experts
+from mambalign.worker.models.mtp_head import MtpHead
 from mambalign.worker.models.residual import ResidualBlock, run_blocks
 from mambalign.worker.models.rotary import Rotary, RotaryConfig
 from mambalign.worker.state_cache import AttentionSpec, StateSpec
@@ -150,28 +151,6 @@ def _layer_types(config: dict[str, Any]) -> tuple[str, ...]:
     return tuple(given)
 
 
-class MtpHead:
-    """Multi-token prediction: from the hidden state of position p-1 and token p, the hidden state that predicts p+1.
-
-    The state that comes in is the one after a final norm, the target's or this head's own.
-    """
-
-    def __init__(self, config: Qwen3NextConfig, weights: Weights, blocks: list[ResidualBlock]):
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.embedding_norm = ZeroCentredRMSNorm(weights, "mtp.pre_fc_norm_embedding", hidden, eps)
-        self.hidden_norm = ZeroCentredRMSNorm(weights, "mtp.pre_fc_norm_hidden", hidden, eps)
-        self.fc = Linear(weights, "mtp.fc", 2 * hidden, hidden)
-        self.blocks = blocks
-        self.final_norm = ZeroCentredRMSNorm(weights, "mtp.norm", hidden, eps)
-
-    def __call__(self, embedding: torch.Tensor, prev_hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        x = self.fc(torch.cat([self.embedding_norm(embedding), self.hidden_norm(prev_hidden)], dim=-1))
-        return run_blocks(self.blocks, self.final_norm, x, context)
-
-    def linears(self) -> list[Linear]:
-        return [self.fc, *(each for block in self.blocks for each in block.linears())]
-
-
 class Qwen3Next(HybridModel):
     """The family's model. Subclasses publish other projections, or their weights under another prefix."""
 
@@ -186,14 +165,23 @@ class Qwen3Next(HybridModel):
         self.blocks = self._layers(weights, f"{self.prefix}.layers", config.layer_types, mixtures, 0)
         self.final_norm = ZeroCentredRMSNorm(weights, f"{self.prefix}.norm", config.hidden_size, config.rms_norm_eps)
         if config.num_mtp_layers and weights.has_any("mtp."):
-            first_kv = config.layer_types.count(ATTENTION)
-            blocks = self._layers(weights, "mtp.layers", (ATTENTION,), [config.num_experts > 0], first_kv)
-            self.mtp = MtpHead(config, weights, blocks)
+            self.mtp = self._mtp_head(weights)
         else:
             weights.skip("mtp.")
 
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return run_blocks(self.blocks, self.final_norm, x, context)
+
+    def _mtp_head(self, weights: Weights) -> MtpHead:
+        config = self.config
+        hidden, eps, first_kv = config.hidden_size, config.rms_norm_eps, config.layer_types.count(ATTENTION)
+        return MtpHead(
+            embedding_norm=ZeroCentredRMSNorm(weights, "mtp.pre_fc_norm_embedding", hidden, eps),
+            hidden_norm=ZeroCentredRMSNorm(weights, "mtp.pre_fc_norm_hidden", hidden, eps),
+            fc=Linear(weights, "mtp.fc", 2 * hidden, hidden),
+            blocks=self._layers(weights, "mtp.layers", (ATTENTION,), [config.num_experts > 0], first_kv),
+            final_norm=ZeroCentredRMSNorm(weights, "mtp.norm", hidden, eps),
+        )
 
     def _layers(
         self, weights: Weights, prefix: str, kinds: tuple[str, ...], mixtures: list[bool], first_kv: int
