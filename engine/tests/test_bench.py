@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -105,6 +106,14 @@ def test_cold_and_warm_passes(url: str, capsys: pytest.CaptureFixture[str], tmp_
     assert result["cold"]["output_tokens_per_s"]["min"] > 0
     assert "prompt tokens cached, share" in printed and "first token, p99, ms" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_script_is_a_door_to_it(url: str) -> None:
+    script = Path(__file__).parents[2] / "scripts" / "bench_serving.py"
+    load = ("--requests", "1", "--prompt-tokens", "9", "--output-tokens", "4", "--repeats", "1")
+    done = subprocess.run([sys.executable, script, f"--url={url}", *load], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["output_tokens_mean"] == 4.0
 
 
 def test_conversations_at_poisson_moments(url: str, capsys: pytest.CaptureFixture[str]) -> None:
