@@ -29,6 +29,7 @@ class Setup(msgspec.Struct, frozen=True, omit_defaults=True):
     max_model_len: int = 512
     spare_states: int = 64
     spare_kv_blocks: int = 64
+    prefix_caching: bool = True
     checked: bool = True  # --check-fused-copy
     late: bool = False  # V2: each step runs when its result is asked for
 
@@ -51,6 +52,7 @@ class Setup(msgspec.Struct, frozen=True, omit_defaults=True):
             "max_num_batched_tokens": self.step_tokens,
             "max_num_seqs": self.rows,
             "max_model_len": self.max_model_len,
+            "enable_prefix_caching": self.prefix_caching,
             "check_fused_copy": self.checked,
             **pool_memory(
                 model, self.spec_tokens, self.spec_method, self.kv_block_tokens, num_states, num_kv_blocks
@@ -82,6 +84,7 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int = 0
     n: int = 1
     logprobs: bool = True
+    prompt_logprobs: bool = False
     stop: Stop | None = None
     min_tokens: int = 0
     ignore_eos: bool = True
@@ -126,5 +129,6 @@ def base_params(ask: Ask) -> SamplingParams:
         seed=ask.seed,
         n=ask.n,
         logprobs=NUM_TOP_LOGPROBS if ask.logprobs else None,
+        prompt_logprobs=NUM_TOP_LOGPROBS if ask.prompt_logprobs else None,
         ignore_eos=ask.ignore_eos,
     )

@@ -20,6 +20,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     text: str = ""
     last: EngineOutput | None = None  # the output that ended it
 
@@ -27,6 +28,9 @@ class Answer:
         assert self.last is None, f"{output.request_id} gets an output after its end"
         self.token_ids += output.new_token_ids
         self.text += output.new_text
+        if output.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, f"{output.request_id} gets its prompt's log-probabilities twice"
+            self.prompt_logprobs = output.prompt_logprobs
         if output.new_logprobs is not None:
             self.logprobs = (self.logprobs or []) + output.new_logprobs
         if output.finish_reason:
@@ -111,6 +115,11 @@ class Play:
         for at, (got, entry) in enumerate(zip(answer.logprobs or [], expected.endless.logprobs, strict=False)):
             assert got == entry, f"{name}: log-probabilities of token {at} are {got}, must be {entry}"
         assert answer.logprobs is None or len(answer.logprobs) == num_tokens, name
+        if expected.ask.prompt_logprobs and num_tokens:
+            of_prompt = self.truth.prompt_logprobs(expected.prompt)
+            assert answer.prompt_logprobs == of_prompt, f"{name}: log-probabilities of its prompt"
+        else:
+            assert answer.prompt_logprobs is None, name
         if name in self._aborted:
             text = self.truth.tokenizer.decode(wanted, skip_special_tokens=True)
         else:
@@ -124,13 +133,16 @@ class Play:
         engine, setup = self.engine, self.plan.setup
         num_tokens = sum(len(answer.token_ids) for answer in self.answers.values())
         lengths = {name: len(expected.prompt) for name, expected in self.requests.items()}
-        engine.check_counters(lengths, num_tokens)
+        lacking = {name: expected for name, expected in self.requests.items() if expected.ask.prompt_logprobs}
+        not_looked_up = {name for name, expected in lacking.items() if len(expected.prompt) > 1}
+        engine.check_counters(lengths, not_looked_up, num_tokens)
         tally = Tally(
             runs=1,
             requests=len(self.requests),
             tokens=num_tokens,
             steps=engine.num_steps,
             steps_ahead=engine.num_ahead,
+            prompt_logprobs=sum(answer.prompt_logprobs is not None for answer in self.answers.values()),
             hits=sum(hit > 0 for hit in engine.hits.values()),
             hit_tokens=sum(engine.hits.values()),
             preemptions=engine.num_preemptions,

@@ -21,6 +21,7 @@ class Tally:
     steps_ahead: int = 0  # launched over one in flight
     hits: int = 0  # requests whose prompt began in the cache
     hit_tokens: int = 0
+    prompt_logprobs: int = 0  # requests that got them
     preemptions: int = 0
     aborts: int = 0  # of requests that had not ended
     resets: int = 0  # of the prefix cache
@@ -43,7 +44,7 @@ class Tally:
 
     def see(self, setup: Setup) -> None:
         """Note what the engine of a run was."""
-        names = ("model", "runner", "layout", "block_tokens", "spec_tokens", "late", "checked")
+        names = ("model", "runner", "layout", "block_tokens", "spec_tokens", "late", "checked", "prefix_caching")
         self.seen.update(f"{name}={getattr(setup, name)}" for name in names)
         self.seen[f"drafts={setup.spec_method if not setup.scripted else 'scripted'}"] += setup.spec_tokens > 0
 
@@ -94,5 +95,9 @@ ENGINES: dict[str, tuple[Any, ...]] = {
     "drafts": ("mtp", "ngram", "scripted"),
     "late": (False, True),
     "checked": (False, True),
+    "prefix_caching": (False, True),
 }
-MUST_HAPPEN = ("hits", "preemptions", "aborts", "resets", "cut_rows", "discarded", "accepted", "steps_ahead", "states")
+MUST_HAPPEN = (
+    *("hits", "prompt_logprobs", "preemptions", "aborts", "resets", "cut_rows", "discarded", "accepted"),
+    *("steps_ahead", "states"),
+)

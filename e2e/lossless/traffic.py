@@ -53,6 +53,7 @@ def draw_setup(rng: random.Random, seed: int) -> Setup:
         max_model_len=LONGEST_REPLY + rng.choice([block, 2 * block + 7, 3 * block]),
         spare_states=rng.choice([0, 1, rng.randint(2, 10)]) if is_tight else rng.randint(20, 60),
         spare_kv_blocks=rng.choice([0, 1, rng.randint(2, 10)]) if is_tight else rng.randint(20, 60),
+        prefix_caching=rng.random() < 0.9,
         checked=rng.random() < 0.7,
         late=runner == "v2" and rng.random() < 0.5,
     )
@@ -80,6 +81,7 @@ def draw_ask(rng: random.Random, setup: Setup, earlier: list[Ask]) -> Ask:
         seed=text.seed,
         n=rng.choice([1, 1, 1, 1, 1, 2, 3]),
         logprobs=rng.random() < 0.6,
+        prompt_logprobs=rng.random() < 0.07,
         stop=stop,
         min_tokens=rng.randint(1, 16) if has_min_tokens else 0,
         ignore_eos=rng.random() < 0.8,

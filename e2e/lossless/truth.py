@@ -17,7 +17,8 @@ from mambalign.engine.checkpoint import load_tokenizer
 from mambalign.engine.reference import STATE_BLOCK, Generation, ReferenceEngine
 from mambalign.worker.models.nemotron_h import NemotronH
 from mambalign.worker.models.registry import load_model
-from mambalign.worker.sampling_params import SamplingParams
+from mambalign.worker.sampler import token_logprobs
+from mambalign.worker.sampling_params import SamplingParams, TokenLogprobs
 from mambalign.worker.state_cache import StateCache
 from mambalign.worker.tests.nemotron_checkpoints import DENSE, write_checkpoint
 
@@ -61,13 +62,24 @@ class Truth:
         seed, choice = (params.seed, choice) if is_drawn else (0, 0)
         if params.min_tokens == 0:
             params = msgspec.structs.replace(params, stop_token_ids=[], ignore_eos=True)
-        plain = {"stop": [], "max_tokens": 1, "n": 1, "logprobs": NUM_TOP_LOGPROBS}
+        plain = {"stop": [], "max_tokens": 1, "n": 1, "logprobs": NUM_TOP_LOGPROBS, "prompt_logprobs": None}
         params = msgspec.structs.replace(params, seed=seed, **plain)
         key = (tuple(prompt), msgspec.msgpack.encode(params), choice)
         if key not in self._texts or len(self._texts[key].token_ids) < num_tokens:
             params = msgspec.structs.replace(params, max_tokens=num_tokens)
             self._texts[key] = self._reference.generate(prompt, params, choice)
         return self._texts[key]
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, prompt: list[int]) -> list[TokenLogprobs]:
+        """Of each token of the prompt but the first."""
+        cache = self._reference._empty_memory(len(prompt))
+        hidden = self.model.forward(self._reference._one_row(prompt, 0, cache), cache)
+        num_entries = len(prompt) - 1
+        if num_entries == 0:
+            return []
+        logits = self.model.compute_logits(hidden[:-1])
+        return token_logprobs(logits, prompt[1:], [NUM_TOP_LOGPROBS] * num_entries)
 
     @torch.inference_mode()
     def memory(self, tokens: tuple[int, ...]) -> Memory:

@@ -116,12 +116,13 @@ class WatchedEngine:
             assert num_free == num_usable, f"{name}: {num_usable - num_free} blocks leaked"
         assert self.core.stats().fused_copy_mismatches_total == 0
 
-    def check_counters(self, num_prompt_tokens: dict[str, int], num_tokens: int) -> None:
+    def check_counters(self, num_prompt_tokens: dict[str, int], not_looked_up: set[str], num_tokens: int) -> None:
         """Metrics are what was seen. num_prompt_tokens: of each request; num_tokens: of all texts."""
         stats, admitted = self.core.stats(), self.hits.keys()
         prompts = sum(num_prompt_tokens[name] for name in admitted)
+        looked_up = admitted - not_looked_up if self.setup.prefix_caching else set()
         seen = {
-            "prefix_cache_queries_total": prompts,
+            "prefix_cache_queries_total": sum(num_prompt_tokens[name] for name in looked_up),
             "prefix_cache_hits_total": sum(self.hits.values()),
             "prompt_tokens_total": prompts,
             "generation_tokens_total": num_tokens,
@@ -139,4 +140,5 @@ class WatchedEngine:
             self.moves.total(),
             self.moves.total() - self.moves[0],
         )
+        assert stats.prefix_cache_misses.get("disabled", 0) == len(admitted - looked_up)
         assert sum(stats.prefix_cache_misses.values()) == sum(hit == 0 for hit in self.hits.values())
