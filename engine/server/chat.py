@@ -129,6 +129,7 @@ def reader_maker(state: ServerState, tools: list[Tool], chat: RenderedChat) -> C
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Replies to a conversation."""
     state, arrival = request.app[STATE], time.monotonic()
     body = parse_body(await request.read(), ChatBody)
     state.check_model(body.model)

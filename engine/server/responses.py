@@ -132,6 +132,7 @@ def response_usage(generation: Generation) -> dict[str, Any]:
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
+    """A reply to a conversation, in the newer form."""
     state, arrival = request.app[STATE], time.monotonic()
     body = parse_body(await request.read(), ResponseBody)
     state.check_model(body.model)
