@@ -154,6 +154,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
         max_tokens=body.max_output_tokens,
         default_max_tokens=None,
         max_tokens_field="max_output_tokens",
+        logprobs_field="top_logprobs",
     )
     generation = Generation(state, [prompt], [params], cache_salt=body.cache_salt, arrival=arrival)
     return await send_answer(request, ResponseAnswer(state, body), generation)
