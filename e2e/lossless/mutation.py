@@ -44,6 +44,7 @@ class Outcome:
         found_by = (self.found_by or "NOT FOUND").replace("|", "/")
         found_by = found_by if len(found_by) <= 110 else found_by[:107] + "..."
         how = ", interpreted kernels" if self.mutant.environment else ""
+        how += ", by its own test" if self.mutant.command else ""
         return f"| {self.mutant.name} | `{self.mutant.path}`{how} | {found_by} | {self.seconds:.0f} |"
 
 
