@@ -12,6 +12,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args
 
+from mambalign.kernels.mamba2_chunk_shape import CHUNK
+
 MAX_SPEC_TOKENS = 8
 DEFAULT_MODEL_SPEC_TOKENS = 3
 DEFAULT_CPU_CACHE_BYTES = 1 << 30
@@ -117,6 +119,13 @@ class SpecConfig:
 class RunnerConfig:
     runner: str = option(
         "v2", "model runner: v2 launches a step ahead of the results, v1 waits for each", choices=("v1", "v2")
+    )
+    prefill_scan: str = option(
+        "recurrent",
+        f"Mamba-2 layers over a prompt; recurrent: a token at a time, as in a reply; chunked: {CHUNK} at a time, "
+        "faster on CUDA for long prompts, with other bits: the prefix cache then keeps prompts and no replies, so the "
+        "next turn of a chat hits up to the last prompt",
+        choices=("recurrent", "chunked"),
     )
     enforce_eager: bool = option(False, "launch each kernel of a decode step by itself, without CUDA graphs (CUDA)")
     check_fused_copy: bool = option(False, "compare copies of states with the scalar path, and fail loudly")
@@ -282,6 +291,17 @@ def validate(config: EngineConfig) -> None:
             f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}: must be at least "
             f"{spec_tokens + 1}: one token and --spec-tokens {spec_tokens} drafts"
         )
+    if config.runner.prefill_scan == "chunked":
+        if cache.mamba_cache_mode == "align" and cache.mamba_block_size % CHUNK:
+            raise ConfigError(
+                f"--mamba-block-size {cache.mamba_block_size}: must be a multiple of {CHUNK} with "
+                "--prefill-scan chunked: states are known at the ends of chunks"
+            )
+        if config.scheduler.max_num_batched_tokens < CHUNK:
+            raise ConfigError(
+                f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}: must be at least {CHUNK} with "
+                "--prefill-scan chunked: a chunk runs in one step"
+            )
     acceptance = config.spec.spec_acceptance
     if acceptance is not None and acceptance > spec_tokens + 1:
         raise ConfigError(f"--spec-acceptance {acceptance}: at most {spec_tokens + 1} with --spec-tokens {spec_tokens}")

@@ -17,6 +17,7 @@ from mambalign.engine.detokenizer import Detokenizer
 from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
 from mambalign.engine.request import Request
 from mambalign.engine.scheduler import Scheduler, SchedulerLimits
+from mambalign.kernels.mamba2_chunk_shape import CHUNK
 from mambalign.worker.batch import RunnerOutput, SchedulerOutput
 from mambalign.worker.grammar import GrammarCompiler
 from mambalign.worker.mamba_columns import cdiv
@@ -105,9 +106,13 @@ class EngineCore:
         drafts_by_mtp = self.spec_method == "mtp"
         with refused_checkpoints(self.facts.name):
             try:
-                _, parsed = family_of(path)
+                family, parsed = family_of(path)
             except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
                 raise CheckpointError(f"config.json: {type(error).__name__}: {error}") from error
+        if self._chunk_tokens is not None and not family.scans_by_chunk:
+            raise ConfigError(
+                f"--prefill-scan chunked: only for Mamba-2 layers; {self.facts.name} has those of a gated delta rule"
+            )
         self._attention_specs = parsed.attention_specs(dtype, with_drafter=drafts_by_mtp)
         self._state_specs = parsed.state_specs(dtype, state_dtype, with_drafter=drafts_by_mtp)
         self._conv_width = parsed.conv_width
@@ -131,6 +136,7 @@ class EngineCore:
             self._state_specs,
             self._runner_limits(self.config.scheduler.max_num_seqs),
             num_tokens=min(self.config.scheduler.max_num_batched_tokens, self.max_model_len),
+            by_chunk=self._chunk_tokens is not None,
         )
         free, total = torch.cuda.mem_get_info()
         used = total - free
@@ -158,7 +164,7 @@ class EngineCore:
         self._pools = plan_pools(
             cache_memory=cache_memory,
             mamba_fraction=cache.mamba_cache_fraction,
-            max_num_seqs=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+            max_num_seqs=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens + 1 - (self._chunk_tokens or 1)),
             max_model_len=self.max_model_len,
             num_lookahead_tokens=lookahead,
             **sizes,
@@ -213,6 +219,11 @@ class EngineCore:
         """V2's steps are launched one ahead of the results."""
         return self.config.runner.runner == "v2"
 
+    @property
+    def _chunk_tokens(self) -> int | None:
+        """Tokens of a prompt that are scanned together; None for one at a time."""
+        return CHUNK if self.config.runner.prefill_scan == "chunked" else None
+
     def _mamba_block_tokens(self) -> int:
         """Mode none keeps no boundary: one block spans the longest text, so no step ever crosses one."""
         cache = self.config.cache
@@ -234,6 +245,7 @@ class EngineCore:
             enable_prefix_caching=cache.enable_prefix_caching,
             num_lookahead_tokens=lookahead,
             schedules_ahead=self._schedules_ahead,
+            chunk_tokens=self._chunk_tokens,
         )
 
     def _describe_options(self) -> list[str]:
@@ -242,7 +254,7 @@ class EngineCore:
         return [
             f"model: {self.facts.name}, {model.dtype} on {model.device}, up to {self.max_model_len:,} tokens a request",
             f"runner: {self.config.runner.runner}, conv states {cache.mamba_conv_layout}, "
-            f"states {cache.mamba_ssm_cache_dtype}",
+            f"states {cache.mamba_ssm_cache_dtype}, prompts scanned {self.config.runner.prefill_scan}",
             f"drafts: {drafts}",
         ]
 

@@ -39,12 +39,21 @@ class Hit:
 class PrefixCache:
     """Looks up, publishes and evicts. Holds no reference to a block: the scheduler does."""
 
-    def __init__(self, kv_pool: BlockPool, mamba_pool: BlockPool, kv_block_tokens: int, mamba_block_tokens: int):
+    def __init__(
+        self,
+        kv_pool: BlockPool,
+        mamba_pool: BlockPool,
+        kv_block_tokens: int,
+        mamba_block_tokens: int,
+        prompts_only: bool = False,
+    ):
+        """prompts_only: generated tokens are computed in another way than a prompt's, and are never cached as such."""
         assert mamba_block_tokens % kv_block_tokens == 0
         self.kv_pool = kv_pool
         self.mamba_pool = mamba_pool
         self.kv_block_tokens = kv_block_tokens
         self.mamba_block_tokens = mamba_block_tokens
+        self.prompts_only = prompts_only
         self._children: dict[bytes, set[bytes]] = {}  # cached KV prefix -> its cached extensions by one block
         self._parent: dict[bytes, bytes] = {}
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes whose KV or state was evicted, oldest first
@@ -59,6 +68,10 @@ class PrefixCache:
             block = struct.pack(f"<{size}q", *tokens[start : start + size])
             hashes.append(hashlib.blake2b(previous + block, digest_size=16).digest())
 
+    def num_cacheable(self, request: Request) -> int:
+        """Known tokens of the request that the cache may hold, or serve."""
+        return request.num_prompt_tokens if self.prompts_only else request.num_tokens
+
     def state_hash(self, request: Request, boundary: int) -> bytes:
         """Name of the prefix of `boundary` tokens, a positive multiple of the mamba block size."""
         return request.block_hashes[boundary // self.kv_block_tokens - 1]
@@ -67,7 +80,7 @@ class PrefixCache:
         """Longest prefix with both KV and state, at least one token short of the known text; changes nothing."""
         self.extend_hashes(request)
         num_matched_blocks = 0
-        for hash in request.block_hashes:
+        for hash in request.block_hashes[: self.num_cacheable(request) // self.kv_block_tokens]:
             if self.kv_pool.lookup(hash) is None:
                 break
             num_matched_blocks += 1
@@ -96,7 +109,7 @@ class PrefixCache:
         The junction is where the KV chain stops matching: texts that share this prefix part after it, so the next
         one hits there. A state that is cached already is kept too: it may be gone before this one is computed.
         """
-        step, num_tokens = self.mamba_block_tokens, request.num_tokens
+        step, num_tokens = self.mamba_block_tokens, self.num_cacheable(request)
         last = num_tokens // step * step
         wanted = {last, hit.num_matched_tokens // step * step}
         if num_tokens - last < HEADER_TOKENS:

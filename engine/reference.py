@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from mambalign.kernels.attention_rows import AttentionRows
-from mambalign.kernels.rows import MambaRows
+from mambalign.kernels.rows import MambaRows, ScanRows
 from mambalign.worker.forward_batch import NO_BLOCK, ForwardBatch
 from mambalign.worker.models.registry import load_model
 from mambalign.worker.sampler import Sampler, SampleRow
@@ -37,15 +37,19 @@ class Generation:
 
 
 class ReferenceEngine:
-    """Generates for one request at a time. `model` is a `mambalign.worker.models` model."""
+    """Generates for one request at a time. `model` is a `mambalign.worker.models` model.
 
-    def __init__(self, model):
+    by_chunk: the prompt goes through the chunked scan (`--prefill-scan chunked`), the reply through the recurrence.
+    """
+
+    def __init__(self, model, by_chunk: bool = False):
         self.model = model
+        self.by_chunk = by_chunk
         self.sampler = Sampler(model.eos_token_ids)
 
     @classmethod
-    def load(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> "ReferenceEngine":
-        return cls(load_model(path, dtype, show_progress=False))
+    def load(cls, path: str | Path, dtype: torch.dtype = torch.float32, by_chunk: bool = False) -> "ReferenceEngine":
+        return cls(load_model(path, dtype, show_progress=False), by_chunk)
 
     @torch.inference_mode()
     def generate(self, prompt_token_ids: list[int], params: SamplingParams, choice: int = 0) -> Generation:
@@ -120,4 +124,5 @@ class ReferenceEngine:
             max_query_len=num_tokens,
             all_decode=num_computed > 0,
         )
-        return ForwardBatch(torch.tensor(token_ids), positions, KV_BLOCK_TOKENS + positions, attention, mamba)
+        scan = ScanRows(None, mamba) if self.by_chunk and not num_computed else ScanRows(mamba, None)
+        return ForwardBatch(torch.tensor(token_ids), positions, KV_BLOCK_TOKENS + positions, attention, mamba, scan)

@@ -4,6 +4,9 @@ A step is `schedule() -> run -> update()`. Running requests go first, in the ord
 ones while budget, rows and blocks last. A running request that finds no block preempts the youngest; the oldest can
 always run, because start-up refuses pools in which one request alone would not fit.
 
+With `chunk_tokens` a row is either a piece of its prompt, cut between chunks, or tokens of its reply, and what covers a
+token of a reply is not cached: as part of a later prompt it would be computed by chunks, to other bits.
+
 With `schedules_ahead` (runner V2) one more step may be planned while one is in flight. A decode row's place is then
 known between two bounds only: blocks are reserved for the highest, and kept down to the lowest. Nobody is preempted
 while a step is in flight; when blocks run out, the next step waits until there is none.
@@ -37,6 +40,7 @@ class SchedulerLimits:
     enable_prefix_caching: bool
     num_lookahead_tokens: int  # KV slots past the step's tokens that the drafter writes: max(1, S), 0 without one
     schedules_ahead: bool = False  # plan a step while one is in flight
+    chunk_tokens: int | None = None  # prompts are scanned by chunks of so many tokens, replies token by token
 
 
 @dataclass
@@ -74,7 +78,13 @@ class Scheduler:
         self.append_token = append_token
         self.kv_pool = BlockPool("kv", limits.num_kv_blocks)
         self.mamba_pool = BlockPool("mamba", limits.num_mamba_blocks)
-        self.cache = PrefixCache(self.kv_pool, self.mamba_pool, limits.kv_block_tokens, limits.mamba_block_tokens)
+        self.cache = PrefixCache(
+            self.kv_pool,
+            self.mamba_pool,
+            limits.kv_block_tokens,
+            limits.mamba_block_tokens,
+            prompts_only=limits.chunk_tokens is not None,
+        )
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -150,12 +160,16 @@ class Scheduler:
             if request.in_flight and not self._may_run_ahead(request, outlook):
                 continue
             token_ids = self._next_tokens(request, outlook, budget, draft_budget)
+            if not token_ids:
+                return 0
             if not self._make_room(request, outlook, len(token_ids)):
                 break
             budget -= len(token_ids)
             if outlook.is_decode:
                 draft_budget -= len(token_ids) - 1
             output.rows.append(self._row(request, outlook, token_ids))
+            if not output.rows[-1].samples:
+                return 0  # the rest is less than a chunk, or of another kind: nobody overtakes the request
         return budget
 
     def _make_room(self, request: Request, outlook: Outlook, num_tokens: int) -> bool:
@@ -192,7 +206,7 @@ class Scheduler:
             hit = self._take_hit(request)
             outlook = self._outlook(request)
             token_ids = self._next_tokens(request, outlook, budget, 0)
-            if not (self._fits(request) and self._allocate(request, outlook, len(token_ids))):
+            if not (token_ids and self._fits(request) and self._allocate(request, outlook, len(token_ids))):
                 self._release_blocks(request)
                 return
             self.waiting.popleft()
@@ -204,21 +218,38 @@ class Scheduler:
             budget -= len(token_ids)
             output.new_rows.append(self._new_row(request))
             output.rows.append(self._row(request, outlook, token_ids))
+            if not output.rows[-1].samples:
+                return
 
     def _draft_budget(self, budget: int) -> int:
-        """Drafts use what one token for every row leaves; half of the step is kept for prompts, if there are any."""
+        """Drafts use what one token for every row leaves; half of the step is kept for prompts, if there are any.
+
+        A whole chunk at least, so that a prompt goes on in every step.
+        """
         prompts_pending = bool(self.waiting) or any(not self._outlook(r).is_decode for r in self.running)
-        return max(0, budget - len(self.running) - (budget // 2 if prompts_pending else 0))
+        for_prompts = max(budget // 2, self.limits.chunk_tokens or 0) if prompts_pending else 0
+        return max(0, budget - len(self.running) - for_prompts)
 
     def _next_tokens(self, request: Request, outlook: Outlook, budget: int, draft_budget: int) -> list[int]:
         n = outlook.least
         if not outlook.is_decode:
-            return request.token_ids[n : n + budget]
+            return request.token_ids[n : self._prefill_end(request, n, budget)]
         room = self.max_total_tokens(request) - outlook.num_tokens - 1  # the step adds one token more than drafts
         num_drafts = max(0, min(room, draft_budget, budget - 1))
         if self.limits.schedules_ahead:
             return [UNKNOWN_TOKEN] * (1 + min(num_drafts, self.limits.num_spec_tokens))
         return request.token_ids[n:] + request.draft_token_ids[:num_drafts]
+
+    def _prefill_end(self, request: Request, n: int, budget: int) -> int:
+        """Where the piece of the known text ends that is next. By chunks: at the end of one, or of the prompt.
+
+        A reply that is run again after a preemption is never in one piece with its prompt. It may end at n: then
+        `budget` is less than a chunk.
+        """
+        chunk, prompt = self.limits.chunk_tokens, request.num_prompt_tokens
+        if chunk is None or n >= prompt:
+            return n + budget
+        return prompt if prompt - n <= budget else n + budget // chunk * chunk
 
     def _take_hit(self, request: Request) -> Hit:
         """Admission: hold the cached prefix and start the request's columns from it."""
@@ -332,6 +363,7 @@ class Scheduler:
             mamba_blocks=dict(request.mamba_blocks),
             boundaries=[] if is_decode else self._boundaries_within(request, n, end),
             next_token_id=request.token_ids[end] if ends_inside else None,
+            by_chunk=self.limits.chunk_tokens is not None and end <= request.num_prompt_tokens,
         )
 
     # update
@@ -393,7 +425,7 @@ class Scheduler:
     def _publish(self, request: Request, row: ScheduledRow, n: int, num_final: int) -> None:
         """Cache what the step completed, as far as the text goes: a stop may have cut the last tokens off."""
         size = self.limits.mamba_block_tokens
-        num_committed = min(request.num_computed_tokens, request.num_tokens)
+        num_committed = min(request.num_computed_tokens, self.cache.num_cacheable(request))
         self.cache.publish_kv(request, num_committed)
         if not row.is_decode:
             for boundary in row.boundaries:

@@ -9,7 +9,8 @@ Formula (arXiv 2405.21060, section 6), per head, in a chunk with times t, s = 0 
 The numbers of the recurrence, rounded elsewhere, so the two never mix: a prompt's tokens go through here whenever they
 are run, and a row starts at a multiple of CHUNK tokens of its text, so that chunks are the same ones however a prompt
 is cut. A short last chunk gives its tokens the bits that a full one would. Products take operands in the dtype of x and
-add in fp32; the state stays in fp32 between chunks.
+add in fp32. A 16-bit state is rounded to its dtype after every chunk, in the loop as in memory, so that a cut there
+changes nothing.
 """
 
 import torch
@@ -18,11 +19,9 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.activation import softplus
+from mambalign.kernels.mamba2_chunk_shape import CHUNK, NUM_WARPS
 from mambalign.kernels.mamba2_scan import time_steps
 from mambalign.kernels.rows import MambaRows
-
-CHUNK = 32
-NUM_WARPS = 8
 
 
 @triton.jit
@@ -38,6 +37,7 @@ def mamba2_chunk_scan_kernel(
     fp32. Reads inputs and temporal_block; writes y, and the state in the state_block of a chunk's last token. Products
     add in fp32 over a fixed K, whose entries past a token are zeros.
     """
+    STATE_DTYPE: tl.constexpr = p_temporal_state.dtype.element_ty
     i_head, i_row, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     start, num_tokens = tl.load(p_query_start + i_row).to(tl.int64), tl.load(p_query_len + i_row)
     o_t, o_p, o_n = tl.arange(0, CHUNK), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
@@ -71,10 +71,11 @@ def mamba2_chunk_scan_kernel(
             b_left = b_x.to(tl.float32) * (tl.exp(last - b_l) * b_dt)[:, None]
             b_new = tl.dot(tl.trans(b_left.to(b_x.dtype)), b_B, input_precision="ieee")
             b_h = tl.fma(b_h, tl.broadcast_to(tl.exp(last), b_h.shape), b_new)
+            b_h = b_h.to(STATE_DTYPE).to(tl.float32)
             kept = tl.load(p_state_block + start + tl.minimum(first + CHUNK, num_tokens) - 1)
             if kept >= 0:
                 p_kept = p_head + kept.to(tl.int64) * state_size
-                tl.store(p_kept, b_h.to(p_temporal_state.dtype.element_ty), mask=(o_p < HEAD_DIM)[:, None] & mask_n)
+                tl.store(p_kept, b_h.to(STATE_DTYPE), mask=(o_p < HEAD_DIM)[:, None] & mask_n)
 
 
 def mamba2_chunk_scan_varlen_reference(
@@ -88,14 +89,16 @@ def mamba2_chunk_scan_varlen_reference(
     dt_min: float,
     temporal_state: torch.Tensor,
     rows: MambaRows,
+    y: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`mamba2_scan_varlen_reference` by chunks: arguments and result are the same.
 
     Prefill rows only, each from a multiple of CHUNK tokens of its text. `state_block` is looked at for the last token
-    of a chunk, full or not. A `temporal_state` of 16 bits is rounded where it is left, not after every token.
+    of a chunk, full or not. y: where the rows' tokens go, [T, heads, head_dim] in fp32; None for a new one.
     """
     group_heads = x.shape[1] // B.shape[1]
-    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    if y is None:
+        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     is_past = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=x.device).tril()
     starts, lengths, kept_blocks = rows.query_start.tolist(), rows.query_len.tolist(), rows.state_block.tolist()
     for start, length, block in zip(starts, lengths, rows.temporal_block.tolist(), strict=True):
@@ -114,7 +117,7 @@ def mamba2_chunk_scan_varlen_reference(
             b_y = mix @ b_x + log_decay.exp() * (b_C @ state.transpose(1, 2)) + D[:, None, None] * b_x
             y[first:stop] = b_y.transpose(0, 1)[: stop - first]
             left = b_x * ((last - log_decay).exp() * dt)
-            state = last.exp() * state + left.transpose(1, 2) @ b_B
+            state = (last.exp() * state + left.transpose(1, 2) @ b_B).to(temporal_state.dtype).float()
             if kept_blocks[stop - 1] >= 0:
                 temporal_state[kept_blocks[stop - 1]] = state.to(temporal_state.dtype)
     return y
@@ -136,12 +139,14 @@ def mamba2_chunk_scan_varlen_triton(
     dt_min: float,
     temporal_state: torch.Tensor,
     rows: MambaRows,
+    y: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`mamba2_chunk_scan_varlen_reference` in one launch."""
     num_tokens, num_heads, head_dim = x.shape
     num_groups, d_state = B.shape[1:]
     assert B.stride(0) == C.stride(0), (B.stride(), C.stride())
-    y = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.float32, device=x.device)
+    if y is None:
+        y = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.float32, device=x.device)
     if num_tokens == 0 or len(rows.query_start) == 0:
         return y
     block_p, block_n = (max(16, triton.next_power_of_2(size)) for size in (head_dim, d_state))  # a product's least
@@ -165,8 +170,9 @@ def mamba2_chunk_scan_varlen(
     dt_min: float,
     temporal_state: torch.Tensor,
     rows: MambaRows,
+    y: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`mamba2_chunk_scan_varlen_reference`; on a GPU one launch, on a CPU the reference itself."""
     assert temporal_state.is_contiguous() and A.dtype == D.dtype == dt_bias.dtype == torch.float32
     run = mamba2_chunk_scan_varlen_triton if x.is_cuda else mamba2_chunk_scan_varlen_reference
-    return run(x, dt_raw, B, C, A, D, dt_bias, dt_min, temporal_state, rows)
+    return run(x, dt_raw, B, C, A, D, dt_bias, dt_min, temporal_state, rows, y)

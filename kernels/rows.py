@@ -1,6 +1,6 @@
 """Where the rows of a step lie, as tensors on the model's device: what the kernels of recurrent states read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,3 +28,21 @@ class MambaRows:
         for field in (*of_rows, self.state_block):  # kernels take addresses
             assert field.dtype == torch.int32 and field.is_contiguous(), (field.dtype, field.stride())
         assert len({field.shape for field in of_rows}) == 1, [field.shape for field in of_rows]
+
+
+@dataclass(frozen=True)
+class ScanRows:
+    """A step's rows by how the Mamba-2 scan runs them. In each part the rows of the other one are inert."""
+
+    by_token: MambaRows | None  # None: no row
+    by_chunk: MambaRows | None
+
+    @classmethod
+    def split(cls, rows: MambaRows, is_by_chunk: torch.Tensor | None, num_by_chunk: int) -> "ScanRows":
+        """is_by_chunk int32 [R], `num_by_chunk` of its entries are 1; None without any."""
+        if num_by_chunk == 0:
+            return cls(rows, None)
+        if num_by_chunk == len(rows.query_len):
+            return cls(None, rows)
+        by_chunk = rows.query_len * is_by_chunk
+        return cls(replace(rows, query_len=rows.query_len - by_chunk), replace(rows, query_len=by_chunk))

@@ -55,7 +55,7 @@ class Engine:
     def name(self) -> str:
         return f"S{self.spec_tokens} {self.runner} {self.layout} {self.launch} budget {self.budget}"
 
-    def open(self, model: str | None, load_format: str, max_model_len: int) -> LLM:
+    def open(self, model: str | None, load_format: str, max_model_len: int, prefill_scan: str) -> LLM:
         return LLM(
             model,
             load_format=load_format,
@@ -68,6 +68,7 @@ class Engine:
             max_model_len=max_model_len,
             mamba_block_size=BLOCK_TOKENS,
             cache_memory="16GiB" if ON_CUDA else "1GiB",
+            prefill_scan=prefill_scan,
         )
 
 
@@ -198,8 +199,9 @@ class Tally:
 class Matrix:
     """One model's engines, and what they gave."""
 
-    def __init__(self, model: str | None, load_format: str, longest: int, num_tokens: int):
+    def __init__(self, model: str | None, load_format: str, longest: int, num_tokens: int, prefill_scan: str):
         self.model, self.load_format, self.num_tokens = model, load_format, num_tokens
+        self.prefill_scan = prefill_scan
         self.lengths = prompt_lengths(longest)
         self.max_model_len = max(self.lengths) + num_tokens + 8
         self.tally, self.differing = Tally(), []
@@ -225,7 +227,7 @@ class Matrix:
         self.tally.seconds = round(time.perf_counter() - start, 1)
 
     def open(self, engine: Engine) -> LLM:
-        return engine.open(self.model, self.load_format, self.max_model_len)
+        return engine.open(self.model, self.load_format, self.max_model_len, self.prefill_scan)
 
     def play_engine(self, engine: Engine, llm: LLM) -> None:
         start = time.perf_counter()
@@ -263,6 +265,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="at most so many engines")
     parser.add_argument("--longest", type=int, default=2301 if ON_CUDA else 270, help="tokens of the longest prompt")
     parser.add_argument("--output-tokens", type=int, default=32 if ON_CUDA else 8)
+    parser.add_argument("--prefill-scan", default="recurrent", help="of all engines, the baseline too: bits differ")
     parser.add_argument("--list", action="store_true", help="print the engines and run nothing")
     args = parser.parse_args()
     args.models = args.models or (["default", "1b"] if ON_CUDA else ["default"])
@@ -284,7 +287,8 @@ def main() -> None:
         model = {"default": None, "1b": str(DUMMY_1B)}.get(name, name)
         has_weights = any(locate(model).glob("*.safetensors"))
         print(f"model {name}", flush=True)
-        matrix = Matrix(model, "auto" if has_weights else "dummy", args.longest, args.output_tokens)
+        load_format = "auto" if has_weights else "dummy"
+        matrix = Matrix(model, load_format, args.longest, args.output_tokens, args.prefill_scan)
         matrix.play(engines)
         results[name] = matrix.result()
     ok = all(not result["differing"] and result["cells"] for result in results.values())

@@ -37,6 +37,7 @@ class ScheduledRow:
     mamba_blocks: dict[int, int]  # column -> block id, every column that the row holds
     boundaries: list[int]  # prefill: absolute boundaries in (n, n+q] whose state is asked for
     next_token_id: int | None  # prefill that ends before the known tokens do: the known token after the piece
+    by_chunk: bool = False  # a piece of the prompt, from a multiple of a chunk on, that is scanned by chunks
 
     @property
     def num_tokens(self) -> int:

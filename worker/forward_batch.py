@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mambalign.kernels.attention_rows import AttentionRows
-from mambalign.kernels.rows import MambaRows
+from mambalign.kernels.rows import MambaRows, ScanRows
 from mambalign.kernels.step_addresses import state_blocks, token_slots
 from mambalign.worker.batch import ScheduledRow
 from mambalign.worker.host_copy import to_device
@@ -49,6 +49,8 @@ class StepLayout:
     boundary_block: torch.Tensor  # int64 [T], of tokens that end at a boundary that is asked for; else NO_BLOCK
     sample_index: torch.Tensor  # int64 [N], the token that each sample follows
     kv_table: torch.Tensor  # int32 [R, W], 0 past the row's blocks
+    is_by_chunk: torch.Tensor | None = None  # int32 [R], `num_by_chunk` of them 1; may be None without any
+    num_by_chunk: int = 0
 
 
 def lay_out(rows: list[ScheduledRow], cache: StateCache, resumed: set[str]) -> StepLayout:
@@ -58,6 +60,7 @@ def lay_out(rows: list[ScheduledRow], cache: StateCache, resumed: set[str]) -> S
     num_tokens = int(query_len.sum())
     is_decode = np.array([row.is_decode for row in rows])
     samples = np.array([row.num_samples for row in rows])
+    by_chunk = np.array([row.by_chunk for row in rows])
     row_of_token = np.repeat(np.arange(len(rows)), query_len)
     offset = np.arange(num_tokens) - query_start[row_of_token]
     token_ids = np.array([token for row in rows for token in row.token_ids])
@@ -79,7 +82,7 @@ def lay_out(rows: list[ScheduledRow], cache: StateCache, resumed: set[str]) -> S
             *(query_start, query_len, is_decode, samples, np.cumsum(samples) - samples, np.flatnonzero(samples)),
             [i for i, row in enumerate(rows) if row.request_id in resumed],
             *(row_of_token, offset, token_ids, next_token_ids, boundary_block, np.flatnonzero(is_sampled)),
-            kv_table.reshape(-1),
+            *(kv_table.reshape(-1), by_chunk),
         ],
         cache.device,
     )
@@ -93,6 +96,8 @@ def lay_out(rows: list[ScheduledRow], cache: StateCache, resumed: set[str]) -> S
         *(part.int() for part in parts[:4]),
         *parts[4:13],
         parts[13].view(len(rows), -1).int(),
+        parts[14].int() if by_chunk.any() else None,
+        int(by_chunk.sum()),
     )
 
 
@@ -123,6 +128,7 @@ class ForwardBatch:
     slot_mapping: torch.Tensor  # int64 [T]: KV block * kv_block_tokens + offset; negative: not written
     attention: AttentionRows
     mamba: MambaRows
+    scan: ScanRows
 
 
 def forward_batch(rows: StepRows, cache: StateCache) -> ForwardBatch:
@@ -140,6 +146,17 @@ def forward_batch(rows: StepRows, cache: StateCache) -> ForwardBatch:
         rows.num_accepted,
         rows.mamba_table,
     )
+    mamba = MambaRows(
+        query_start=layout.query_start,
+        query_len=layout.query_len,
+        conv_block=conv_block,
+        conv_offset=rows.num_accepted - 1,
+        temporal_block=temporal_block,
+        is_decode=layout.is_decode,
+        state_block=state_block,
+        max_query_len=layout.max_query_len,
+        all_decode=layout.all_decode,
+    )
     return ForwardBatch(
         token_ids=rows.token_ids.clamp(min=0),  # a draft may be missing: what it computes is not accepted
         positions=positions,
@@ -153,15 +170,6 @@ def forward_batch(rows: StepRows, cache: StateCache) -> ForwardBatch:
             max_context_len=layout.max_context_len,
             first_key=0,
         ),
-        mamba=MambaRows(
-            query_start=layout.query_start,
-            query_len=layout.query_len,
-            conv_block=conv_block,
-            conv_offset=rows.num_accepted - 1,
-            temporal_block=temporal_block,
-            is_decode=layout.is_decode,
-            state_block=state_block,
-            max_query_len=layout.max_query_len,
-            all_decode=layout.all_decode,
-        ),
+        mamba=mamba,
+        scan=ScanRows.split(mamba, layout.is_by_chunk, layout.num_by_chunk),
     )

@@ -63,6 +63,10 @@ class CacheWatch:
             assert self._hashes.setdefault(text, hashes[i]) == hashes[i], f"two hashes for {text}"
         self._num_noted[request] = len(hashes)
 
+    def _num_cacheable(self, request: Request) -> int:
+        """By chunks, a prompt's tokens only."""
+        return request.num_tokens if self.scheduler.limits.chunk_tokens is None else request.num_prompt_tokens
+
     def cached(self, pool: BlockPool) -> set[Text]:
         """The texts whose last block `pool` has cached."""
         return {self.names[hash] for hash in pool.published().values()}
@@ -71,7 +75,8 @@ class CacheWatch:
         hit = self._lookup(request)
         kv, states = self.cached(self.scheduler.kv_pool), self.cached(self.scheduler.mamba_pool)
         salt, tokens, step = request.cache_salt, tuple(request.token_ids), self.scheduler.limits.mamba_block_tokens
-        ends = range(self.scheduler.limits.kv_block_tokens, len(tokens) + 1, self.scheduler.limits.kv_block_tokens)
+        size = self.scheduler.limits.kv_block_tokens
+        ends = range(size, self._num_cacheable(request) + 1, size)
         missing = [end for end in ends if (salt, tokens[:end]) not in kv]
         match = max((end for end in ends if not missing or end < missing[0]), default=0)
         found = [m for m in range(step, min(match, len(tokens) - 1) + 1, step) if (salt, tokens[:m]) in states]
@@ -81,7 +86,7 @@ class CacheWatch:
 
     def _checked_boundaries(self, request: Request, hit: Hit) -> list[int]:
         kept = self._boundaries(request, hit)
-        step, num_tokens = self.scheduler.limits.mamba_block_tokens, request.num_tokens
+        step, num_tokens = self.scheduler.limits.mamba_block_tokens, self._num_cacheable(request)
         boundaries = range(step, num_tokens + 1, step)
         wanted = set(boundaries[-1:])
         if num_tokens % step < HEADER_TOKENS:
@@ -93,7 +98,7 @@ class CacheWatch:
     def _checked_publish(self, request: Request, row: ScheduledRow, n: int, num_final: int) -> None:
         """After a row's step all full KV blocks of its committed text are cached, and the states asked for; no more."""
         limits, salt, tokens = self.scheduler.limits, request.cache_salt, tuple(request.token_ids)
-        step, end = limits.mamba_block_tokens, min(n + num_final, request.num_tokens)
+        step, end = limits.mamba_block_tokens, min(n + num_final, self._num_cacheable(request))
         self._new_states.clear()
         self._publish(request, row, n, num_final)
         crossed = [m for m in range(step, end + 1, step) if m > n]

@@ -28,23 +28,25 @@ def no_drafts(request_id: str, num_tokens: int) -> tuple[int, int]:
 
 @dataclass
 class CacheOracle:
-    """All prefixes that were committed, by salt and state."""
+    """All prefixes that were committed, by salt and state; `prompts_only`: as far as they are a request's prompt."""
 
     kv_block_tokens: int
     mamba_block_tokens: int
+    prompts_only: bool = False
     kv: set[tuple[str, int]] = field(default_factory=set)
     states: set[tuple[str, int]] = field(default_factory=set)
     wanted: dict[str, set[int]] = field(default_factory=dict)  # request -> boundaries that its prefill keeps
 
     def admit(self, request: Request) -> tuple[int, int]:
         """Tokens of the hit that a request must have, and of the KV match; notes which boundaries it then keeps."""
-        size, num_tokens, states = self.mamba_block_tokens, request.num_tokens, states_of(request.token_ids)
+        size, states = self.mamba_block_tokens, states_of(request.token_ids)
+        num_tokens = request.num_prompt_tokens if self.prompts_only else request.num_tokens
         match = 0
         for end in range(self.kv_block_tokens, num_tokens + 1, self.kv_block_tokens):
             if (request.cache_salt, states[end]) not in self.kv:
                 break
             match = end
-        hit = min(match, num_tokens - 1) // size * size
+        hit = min(match, request.num_tokens - 1) // size * size
         while hit and (request.cache_salt, states[hit]) not in self.states:
             hit -= size
         last = num_tokens // size * size
@@ -56,6 +58,7 @@ class CacheOracle:
     def advance(self, request: Request, row: ScheduledRow, n: int, end: int, states: list[int]) -> None:
         """The row's step took its text from n to `end` committed tokens."""
         size, salt = self.mamba_block_tokens, request.cache_salt
+        end = min(end, request.num_prompt_tokens) if self.prompts_only else end
         self.kv.update((salt, states[i]) for i in range(self.kv_block_tokens, end + 1, self.kv_block_tokens))
         kept = {end // size * size} if row.is_decode else self.wanted[request.request_id]
         self.states.update((salt, states[m]) for m in kept if n < m <= end)
@@ -96,11 +99,12 @@ class SymbolicEngine:
             vocab_size=VOCAB_SIZE,
         )
         self.runner = SymbolicRunner(symbolic, draft_plan)
-        self.oracle = CacheOracle(limits.kv_block_tokens, limits.mamba_block_tokens)
+        self.oracle = CacheOracle(limits.kv_block_tokens, limits.mamba_block_tokens, limits.chunk_tokens is not None)
         self.stop_after: dict[str, int] = {}  # request id -> tokens of output at which a stop token comes
         self.requests: list[Request] = []
         self.endings: Counter[str] = Counter()
         self.num_evictions = self.num_steps = self.num_steps_ahead = 0
+        self.num_replayed = 0  # rows that ran a preempted reply again
         self._launched: deque[Launched] = deque()
         self._admitted = -1  # latest request that ran
         self._cache_watch = CacheWatch(self.scheduler)
@@ -228,8 +232,22 @@ class SymbolicEngine:
             assert all(map(scheduler.kv_pool.is_held, row.kv_blocks))
             assert all(map(scheduler.mamba_pool.is_held, row.mamba_blocks.values()))
             assert len(request.in_flight) == 1 or not (row.is_decode and request.params.needs_history)
+            self._check_chunks(row, request)
             if row.is_decode and not limits.schedules_ahead:  # all accepted, and the model's own token, still fit
                 assert request.num_tokens + row.num_tokens <= scheduler.max_total_tokens(request)
+
+    def _check_chunks(self, row: ScheduledRow, request: Request) -> None:
+        """A row is whole chunks of its prompt, or the prompt's end; or it is of the reply alone."""
+        chunk, n, end = self.limits.chunk_tokens, row.num_computed_tokens, row.num_computed_tokens + row.num_tokens
+        assert row.num_tokens > 0
+        assert row.by_chunk == (chunk is not None and n < request.num_prompt_tokens)
+        if row.by_chunk:
+            assert not row.is_decode and n % chunk == 0
+            assert end == request.num_prompt_tokens or (end < request.num_prompt_tokens and end % chunk == 0)
+            assert all(m % chunk == 0 for m in row.boundaries)
+        elif chunk is not None:
+            assert not row.boundaries, "the state of a reply is asked for"
+            self.num_replayed += not row.is_decode
 
     def _check_hit(self, new: NewRow) -> None:
         request = self.scheduler.requests[new.request_id]
@@ -261,6 +279,10 @@ class SymbolicEngine:
             if not request.in_flight:
                 index = self.runner.batch.row_of[row.request_id]
                 assert request.running_column == self.runner.batch.mamba_state_idx[index]
+        if self.limits.chunk_tokens is not None:
+            published = self.scheduler.kv_pool.published()
+            of_reply = request.kv_blocks[request.num_prompt_tokens // self.limits.kv_block_tokens :]
+            assert not any(block in published for block in of_reply), "KV of a reply is cached"
         if self.limits.enable_prefix_caching:
             self.oracle.advance(request, row, n, min(end, request.num_tokens), text.states)
 

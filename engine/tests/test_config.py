@@ -60,6 +60,8 @@ def test_parse_bytes_refuses(text: str) -> None:
         ({"mamba_block_size": 100}, "--mamba-block-size 100.*multiple of --kv-block-size.*16"),
         ({"mamba_block_size": 7, "kv_block_size": 1, "spec_tokens": 7}, "at least 8, not 7"),
         ({"max_num_batched_tokens": 3, "spec_tokens": 3}, "--max-num-batched-tokens 3.*at least 4"),
+        ({"mamba_block_size": 48, "prefill_scan": "chunked"}, "--mamba-block-size 48.*multiple of 32"),
+        ({"max_num_batched_tokens": 31, "prefill_scan": "chunked"}, "--max-num-batched-tokens 31.*at least 32"),
         ({"mamba_cache_fraction": 1.0}, "--mamba-cache-fraction 1.0.*between 0 and 1"),
         ({"mamba_cache_fraction": 0}, "--mamba-cache-fraction 0.*between 0 and 1"),
         ({"cache_memory": "lots"}, "'lots' is not a number of bytes"),

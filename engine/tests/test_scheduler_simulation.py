@@ -26,12 +26,13 @@ def draw_limits(rng: random.Random, pools: str) -> SchedulerLimits:
     max_len = rng.randint(block + 2, 3 * block + 20)
     num_kv, num_mamba = cdiv(max_len + lookahead, kv_size), max(spec + 2, 5)
     max_seqs = rng.randint(1, 5)
+    chunk = rng.choice([None, None, *(size for size in (2, 3, 4, 8, 12) if block % size == 0)])
     num_columns = cdiv(max_len, block) + spec + 3
     extra_kv = {"tiny": 0, "small": rng.randint(1, 3 * num_kv), "big": 2 * NUM_REQUESTS * num_kv}[pools]
     extra_mamba = {"tiny": 0, "small": rng.choice([2, num_mamba]), "big": 2 * NUM_REQUESTS * num_columns}[pools]
     return SchedulerLimits(
         max_num_seqs=max_seqs,
-        max_num_batched_tokens=max_seqs + rng.choice([0, rng.randint(0, 2 * block), 200]),
+        max_num_batched_tokens=max_seqs - 1 + (chunk or 1) + rng.choice([0, rng.randint(0, 2 * block), 200]),
         max_model_len=max_len,
         num_spec_tokens=spec,
         kv_block_tokens=kv_size,
@@ -41,6 +42,7 @@ def draw_limits(rng: random.Random, pools: str) -> SchedulerLimits:
         enable_prefix_caching=rng.random() < 0.85,
         num_lookahead_tokens=lookahead,
         schedules_ahead=rng.random() < 0.5,
+        chunk_tokens=chunk,
     )
 
 
@@ -119,3 +121,4 @@ def test_every_life_is_right(pools: str) -> None:
     else:
         assert sum(c.preemptions for c in counters) > NUM_SEEDS / 10
         assert sum(e.num_evictions for e in engines) > NUM_SEEDS
+        assert sum(e.num_replayed for e in engines) > NUM_SEEDS / 20

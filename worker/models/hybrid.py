@@ -59,6 +59,7 @@ class HybridModel:
     blocks: list[Block]
     final_norm: RMSNorm
     mtp: MtpHead | None = None
+    scans_by_chunk = False  # its recurrent layers are all Mamba-2, which can run a prompt by chunks
 
     def __init__(self, config: HybridConfig, weights: Weights):
         self.config, self.dtype = config, weights.dtype
@@ -111,7 +112,7 @@ class HybridModel:
 
         Returns [T, hidden] after the final norm, in the model's dtype.
         """
-        context = ForwardContext(cache, batch.positions, batch.slot_mapping, batch.attention, batch.mamba)
+        context = ForwardContext(cache, batch.positions, batch.slot_mapping, batch.attention, batch.mamba, batch.scan)
         return self.run(self.embed(batch.token_ids), context)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

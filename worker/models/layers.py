@@ -13,9 +13,10 @@ from mambalign.kernels.attention import paged_attention_varlen, write_kv_varlen
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.causal_conv1d import causal_conv1d_varlen
 from mambalign.kernels.linear import linear
+from mambalign.kernels.mamba2_chunk_scan import mamba2_chunk_scan_varlen
 from mambalign.kernels.mamba2_scan import mamba2_scan_varlen
 from mambalign.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_gated
-from mambalign.kernels.rows import MambaRows
+from mambalign.kernels.rows import MambaRows, ScanRows
 from mambalign.worker.models.loader import Weights
 from mambalign.worker.state_cache import StateCache
 
@@ -37,6 +38,7 @@ class ForwardContext:
     slot_mapping: torch.Tensor
     attention: AttentionRows
     mamba: MambaRows | None = None
+    scan: ScanRows | None = None  # the rows of `mamba`
     outputs: "OutputTokens | None" = None  # of a pass that only these tokens leave: the first layer leaves all keys
 
 
@@ -155,7 +157,7 @@ class Mamba2Mixer:
         )
         group_width = self.num_groups * self.d_state
         x, B, C = xbc.split([self.width, group_width, group_width], dim=-1)
-        y = mamba2_scan_varlen(
+        scanned = (
             x.unflatten(1, (self.num_heads, self.head_dim)),
             dt,
             B.unflatten(1, (self.num_groups, self.d_state)),
@@ -165,8 +167,12 @@ class Mamba2Mixer:
             self.dt_bias,
             self.dt_min,
             cache.temporal[self.state_index],
-            context.mamba,
         )
+        by_token, by_chunk, y = context.scan.by_token, context.scan.by_chunk, None
+        if by_token is not None:
+            y = mamba2_scan_varlen(*scanned, by_token)
+        if by_chunk is not None:
+            y = mamba2_chunk_scan_varlen(*scanned, by_chunk, y)
         return self.out_proj(self.gated(y.view(num_tokens, -1), gate))
 
 

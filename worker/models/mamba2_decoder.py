@@ -167,6 +167,7 @@ class Mamba2Decoder(HybridModel):
     A subclass names its norms, and builds mixers and MLPs in `mixer` and `mlp`.
     """
 
+    scans_by_chunk = True
     norm_names: tuple[str, str]  # of a layer: before the mixer, before the MLP
     final_norm_name: str
 

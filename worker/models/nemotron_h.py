@@ -185,6 +185,7 @@ class NemotronH(HybridModel):
     """The family's model: every layer is one mixer behind one norm."""
 
     Config = NemotronHConfig
+    scans_by_chunk = True
     embedding_name = "backbone.embeddings.weight"
 
     def __init__(self, config: NemotronHConfig, weights: Weights):
