@@ -88,7 +88,14 @@ class Cell:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "max_num_seqs": self.max_num_seqs,
             "max_model_len": pools.max_model_len,
-            **self._memory(pools),
+            **pool_memory(
+                default_model(),
+                self.spec_tokens,
+                self.spec_method,
+                self.kv_block_tokens,
+                pools.num_states,
+                pools.num_kv_blocks,
+            ),
             **self._cache_switch(pools),
         }
 
@@ -112,17 +119,25 @@ class Cell:
             return {"enable_prefix_caching": False}
         return {"mamba_cache_mode": "none", "check_fused_copy": False}
 
-    def _memory(self, pools: Pools) -> dict[str, Any]:
-        """One budget and its split that make exactly these pools."""
-        model, with_drafter = default_model(), self.spec_tokens > 0 and self.spec_method == "mtp"
-        specs = model.state_specs(torch.float32, with_drafter=with_drafter)
-        state = bytes_per_state(specs, model.conv_width, self.spec_tokens)
-        kv_block = bytes_per_kv_block(model.attention_specs(with_drafter=with_drafter), self.kv_block_tokens)
-        usable = pools.num_states * state + pools.num_kv_blocks * kv_block
-        return {
-            "cache_memory": usable + state + kv_block,  # and the two null blocks
-            "mamba_cache_fraction": (pools.num_states * state + kv_block // 2) / usable,
-        }
+
+def pool_memory(
+    model: NemotronH,
+    spec_tokens: int,
+    spec_method: str,
+    kv_block_tokens: int,
+    num_states: int,
+    num_kv_blocks: int,
+) -> dict[str, Any]:
+    """The options for one budget, and its split, that make exactly these pools; null blocks not counted."""
+    with_drafter = spec_tokens > 0 and spec_method == "mtp"
+    specs = model.state_specs(torch.float32, with_drafter=with_drafter)
+    state = bytes_per_state(specs, model.conv_width, spec_tokens)
+    kv_block = bytes_per_kv_block(model.attention_specs(with_drafter=with_drafter), kv_block_tokens)
+    usable = num_states * state + num_kv_blocks * kv_block
+    return {
+        "cache_memory": usable + state + kv_block,  # and the two null blocks
+        "mamba_cache_fraction": (num_states * state + kv_block // 2) / usable,
+    }
 
 
 @functools.cache

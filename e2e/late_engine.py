@@ -6,12 +6,14 @@ the steps launched before, which may still use what was in them.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from cells import Cell, Pools
+from local_client import pool_tensors
 
 from mambalign.engine import LLM
 from mambalign.engine.block_pool import BlockPool
@@ -19,6 +21,9 @@ from mambalign.engine.core import EngineCore
 from mambalign.engine.messages import EngineOutput, EngineRequest
 from mambalign.worker.batch import RunnerOutput, ScheduledRow, SchedulerOutput
 from mambalign.worker.sampling_params import SamplingParams, TokenLogprobs
+
+BlocksOf = Callable[[ScheduledRow], Iterable[int]]
+BLOCKS_OF: tuple[BlocksOf, BlocksOf] = (lambda row: row.kv_blocks, lambda row: row.mamba_blocks.values())
 
 
 @dataclass
@@ -78,6 +83,21 @@ class LateRunner:
         return step
 
 
+def poison_handed_out(
+    runner: LateRunner, pool: BlockPool, tensors: list[torch.Tensor], on_hand_out: Callable[[int], None]
+) -> None:
+    """Fill each block that `pool` hands out with NaN, after the steps launched before. `on_hand_out` sees it first."""
+    allocate = pool.allocate
+
+    def allocate_poisoned() -> int:
+        block = allocate()
+        on_hand_out(block)
+        runner.queue.append(lambda: [tensor[block].fill_(torch.nan) for tensor in tensors])
+        return block
+
+    pool.allocate = allocate_poisoned
+
+
 class LateEngine:
     """Requests by names that the test gives; books checked after every step."""
 
@@ -87,23 +107,13 @@ class LateEngine:
         self.lives: dict[str, deque[Life]] = {}  # not ended, oldest first
         self.num_reused = 0  # blocks handed out while a step in flight still used them for a request that has left
         self.num_discarded = 0  # rows whose result came too late for their request
-        cache, scheduler = self.runner.cache, self.core.scheduler
-        states = [*cache.conv, *cache.temporal, *([] if cache.carry is None else [cache.carry])]
-        self._poison_handed_out(scheduler.kv_pool, [*cache.keys, *cache.values], lambda row: row.kv_blocks)
-        self._poison_handed_out(scheduler.mamba_pool, states, lambda row: row.mamba_blocks.values())
+        for (pool, tensors), blocks_of in zip(pool_tensors(self.core), BLOCKS_OF, strict=True):
+            poison_handed_out(self.runner, pool, tensors, partial(self._count_reused, blocks_of))
         self._count_discarded()
 
-    def _poison_handed_out(self, pool: BlockPool, tensors: list[torch.Tensor], blocks_of: Callable) -> None:
-        allocate = pool.allocate
-
-        def allocate_poisoned() -> int:
-            block = allocate()
-            flying = [row for step in self.runner.in_flight for row in step.scheduled.rows]
-            self.num_reused += any(block in blocks_of(row) for row in flying if not self._is_live(row))
-            self.runner.queue.append(lambda: [tensor[block].fill_(torch.nan) for tensor in tensors])
-            return block
-
-        pool.allocate = allocate_poisoned
+    def _count_reused(self, blocks_of: BlocksOf, block: int) -> None:
+        flying = [row for step in self.runner.in_flight for row in step.scheduled.rows]
+        self.num_reused += any(block in blocks_of(row) for row in flying if not self._is_live(row))
 
     def _count_discarded(self) -> None:
         update = self.core.scheduler.update

@@ -17,6 +17,13 @@ from mambalign.engine.core import EngineCore
 from mambalign.engine.messages import EngineOutput, EngineStats
 
 
+def pool_tensors(core: EngineCore) -> list[tuple[BlockPool, list[torch.Tensor]]]:
+    """The KV pool and the state pool, each with the tensors that its blocks are of."""
+    cache, scheduler = core.runner.cache, core.scheduler
+    states = [*cache.conv, *cache.temporal, *([] if cache.carry is None else [cache.carry])]
+    return [(scheduler.kv_pool, [*cache.keys, *cache.values]), (scheduler.mamba_pool, states)]
+
+
 class Poison:
     """Fills every block that holds nothing with NaN: a state or key that is read before it was written shows.
 
@@ -24,12 +31,7 @@ class Poison:
     """
 
     def __init__(self, core: EngineCore):
-        cache, scheduler = core.runner.cache, core.scheduler
-        states = [*cache.conv, *cache.temporal, *([] if cache.carry is None else [cache.carry])]
-        self._pools: list[tuple[BlockPool, list[torch.Tensor]]] = [
-            (scheduler.kv_pool, [*cache.keys, *cache.values]),
-            (scheduler.mamba_pool, states),
-        ]
+        self._pools = pool_tensors(core)
         self._poisoned: dict[str, set[int]] = {pool.name: set() for pool, _ in self._pools}
 
     def spread(self) -> None:

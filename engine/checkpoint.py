@@ -42,7 +42,9 @@ def read_facts(model: str | None, path: Path) -> CheckpointFacts:
     """Read `path/config.json`. Raises ConfigError if it is missing or lacks what the engine needs."""
     try:
         config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        if not isinstance(config, dict):
+            raise ValueError(f"a JSON object is needed, not {type(config).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model {str(path)!r}: cannot read its config.json ({error})") from error
     text = config.get("text_config") or config.get("llm_config") or config
     for key in ("max_position_embeddings", "vocab_size"):
@@ -80,7 +82,7 @@ def weight_names(path: Path) -> list[str]:
             with single.open("rb") as file:
                 (num_bytes,) = struct.unpack("<Q", file.read(8))
                 return [name for name in json.loads(file.read(num_bytes)) if name != "__metadata__"]
-    except (OSError, ValueError, KeyError, struct.error):  # the loader says what is wrong with it
+    except Exception:  # of many kinds, for a file that is no such file: the loader says what is wrong with it
         pass
     return []
 

@@ -147,9 +147,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = Parser(prog="mambalign", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"mambalign {package_version()}")
-    parser.add_argument("command", choices=("serve",), help="serve: start the server; its --help has more")
-    parser.parse_args(arguments[:1])
-    return serve_main(arguments[1:], prog="mambalign serve")
+    words = "serve: start the server; chat: talk to one; bench: measure one; each has a --help of its own"
+    parser.add_argument("command", choices=("serve", "chat", "bench"), help=words)
+    command = parser.parse_args(arguments[:1]).command
+    prog, rest = f"mambalign {command}", arguments[1:]
+    if command == "chat":
+        from mambalign.engine.terminal_chat import chat_main  # like bench, it needs nothing of what serve needs
+
+        return chat_main(rest, prog)
+    if command == "bench":
+        from mambalign.engine.bench import bench_main
+
+        return bench_main(rest, prog)
+    return serve_main(rest, prog)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import zmq.asyncio
 from mambalign.engine.config import ConfigError, EngineConfig
 from mambalign.engine.core_process import (
     DEFAULT_CORE,
+    HEARTBEAT_SECONDS,
     Abort,
     Add,
     Call,
@@ -55,6 +56,10 @@ class EngineError(RuntimeError):
 
 class EngineDeadError(EngineError):
     """The engine process is gone, or was never there; nothing can run any more."""
+
+
+class EngineStalledError(EngineDeadError):
+    """The engine process shows no sign of life. It may go on later, without the requests that ran."""
 
 
 class RequestError(ValueError):
@@ -123,7 +128,9 @@ class EngineClient:
         progress: Callable[[str], None] | None = None,
         core: str = DEFAULT_CORE,
         log_level: str = "info",
+        stall_seconds: float = 5.0,
     ):
+        """`stall_seconds`: how long a process that serves may show no sign of life before its requests are ended."""
         self.ready: Ready | None = None  # what the engine said when it could serve; filled by `start`
         self.factory = RequestFactory(config.model.seed)
         self._config = config
@@ -131,6 +138,8 @@ class EngineClient:
         self._log_level = log_level
         self._progress = progress
         self.error: EngineDeadError | ConfigError | None = None  # why nothing can run any more
+        self.stalled: EngineStalledError | None = None  # until the next sign of life
+        self._stall_seconds = stall_seconds
         self._dead = asyncio.Event()
         self._mailboxes: dict[str, Mailbox] = {}  # by request id
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -150,14 +159,18 @@ class EngineClient:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.bind(address)
+        self._heartbeat, child_end = os.pipe()
+        os.set_blocking(self._heartbeat, False)
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "mambalign.engine.core_process"),
             stdin=asyncio.subprocess.PIPE,
+            pass_fds=(child_end,),
             env=OPENMP_SETTINGS | os.environ,
         )
-        hello = self._encoder.encode(Hello(address, self._core, self._config, self._log_level))
+        os.close(child_end)
+        hello = self._encoder.encode(Hello(address, self._core, child_end, self._config, self._log_level))
         self._process.stdin.write(b"%d\n%b" % (len(hello), hello))
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        self._tasks = [asyncio.create_task(run()) for run in (self._receive, self._watch, self._watch_heartbeat)]
         try:
             self.ready = await self._started
         except BaseException:
@@ -168,7 +181,7 @@ class EngineClient:
     @property
     def healthy(self) -> bool:
         """Requests can be run now."""
-        return self.ready is not None and self.error is None and not self._draining
+        return self.ready is not None and self.error is None and self.stalled is None and not self._draining
 
     @property
     def num_live_requests(self) -> int:
@@ -254,11 +267,12 @@ class EngineClient:
         self._fail(EngineDeadError("the engine was shut down"))
         self._socket.close(linger=0)
         self._context.term()
+        os.close(self._heartbeat)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _check_alive(self) -> None:
-        if self.error is not None:
-            raise self.error
+        if self.error or self.stalled:
+            raise self.error or self.stalled
         if self.ready is None or self._draining:
             raise EngineDeadError("the engine is shutting down" if self._draining else "the engine is still loading")
 
@@ -308,6 +322,22 @@ class EngineClient:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self._fail(EngineDeadError(f"the engine process {how}"))
         self._dead.set()
+
+    async def _watch_heartbeat(self) -> None:
+        """End the requests of a process that is stopped, or starved; it may load for as long as it likes."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            is_beating = False
+            with contextlib.suppress(BlockingIOError):
+                is_beating = bool(os.read(self._heartbeat, 1 << 16))
+            if is_beating or self.ready is None:
+                last, self.stalled = time.monotonic(), None
+            elif self.stalled is None and time.monotonic() - last > self._stall_seconds:
+                text = f"the engine process has shown no sign of life for {self._stall_seconds:g} s"
+                self.stalled = EngineStalledError(text)
+                for mailbox in set(self._mailboxes.values()):
+                    mailbox.put(self.stalled)
 
     def _fail(self, error: EngineDeadError | ConfigError) -> None:
         """Nothing can run any more: end every request and call with `error`. The first reason stands."""

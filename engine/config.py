@@ -157,6 +157,12 @@ class ServerConfig:
     request_timeout: float | None = option(
         None, "seconds after which a request that still runs is aborted (default: never)", low=0.001
     )
+    read_timeout: float = option(
+        30.0, "seconds in which a client has to send a request, or the next one on an open connection", low=0.001
+    )
+    engine_timeout: float = option(
+        5.0, "seconds without a sign of life after which the requests of a stopped engine process fail", low=1.0
+    )
     write_timeout: float = option(
         60.0, "seconds after which the request of a client that reads nothing of its answer is aborted", low=0.001
     )

@@ -49,6 +49,12 @@ def refused_checkpoints(name: str) -> Iterator[None]:
         raise ConfigError(f"model {name}: {error}") from error
 
 
+def empty_device_cache() -> None:
+    """Give device memory that no tensor holds any more back, so that the next engine finds it free."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 class EngineCore:
     """Loads a model and serves requests step by step.
 
@@ -98,7 +104,10 @@ class EngineCore:
         state_dtype = getattr(torch, self.config.cache.mamba_ssm_cache_dtype)
         drafts_by_mtp = self.spec_method == "mtp"
         with refused_checkpoints(self.facts.name):
-            _, parsed = family_of(path)
+            try:
+                _, parsed = family_of(path)
+            except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+                raise CheckpointError(f"config.json: {type(error).__name__}: {error}") from error
         self._attention_specs = parsed.attention_specs(dtype, with_drafter=drafts_by_mtp)
         self._state_specs = parsed.state_specs(dtype, state_dtype, with_drafter=drafts_by_mtp)
         self._conv_width = parsed.conv_width
@@ -164,18 +173,23 @@ class EngineCore:
     def _make_runner(self) -> ModelRunnerV1 | ModelRunnerV2:
         """Allocate both pools, and the runner over them."""
         options, cache = self.config.runner, self.config.cache
-        state_cache = StateCache.allocate(
-            self._attention_specs,
-            self._state_specs,
-            num_kv_blocks=self._pools.num_kv_blocks,
-            num_mamba_blocks=self._pools.num_mamba_blocks,
-            kv_block_tokens=cache.kv_block_size,
-            mamba_block_tokens=self._mamba_block_tokens(),
-            conv_layout=cache.mamba_conv_layout,
-            conv_width=self.model.conv_width,
-            num_spec_tokens=self.spec_tokens,
-            device=self.config.model.device,
-        )
+        try:
+            state_cache = StateCache.allocate(
+                self._attention_specs,
+                self._state_specs,
+                num_kv_blocks=self._pools.num_kv_blocks,
+                num_mamba_blocks=self._pools.num_mamba_blocks,
+                kv_block_tokens=cache.kv_block_size,
+                mamba_block_tokens=self._mamba_block_tokens(),
+                conv_layout=cache.mamba_conv_layout,
+                conv_width=self.model.conv_width,
+                num_spec_tokens=self.spec_tokens,
+                device=self.config.model.device,
+            )
+        except RuntimeError as error:  # torch's, on either device, when there is no such memory
+            raise ConfigError(
+                f"--cache-memory: the caches cannot be allocated: {str(error).splitlines()[0]}"
+            ) from error
         limits = self._runner_limits(self._pools.max_num_seqs)
         make = ModelRunnerV2 if self._schedules_ahead else ModelRunnerV1
         runner = make(self.model, state_cache, limits, self.grammars)

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from mambalign.engine.messages import EngineOutput, EngineRequest
 
 DEFAULT_CORE = "mambalign.engine.core:EngineCore"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+HEARTBEAT_SECONDS = 0.5
 CALLS = ("stats", "reset_prefix_cache", "check", "free_blocks")
 
 
@@ -31,6 +33,7 @@ class Hello(msgspec.Struct, frozen=True):
 
     address: str  # the socket to connect to
     core: str  # "module:callable" that makes the core
+    heartbeat_fd: int  # a pipe to write a byte to every HEARTBEAT_SECONDS, whatever the loop does
     config: EngineConfig
     log_level: str  # "info"
 
@@ -171,10 +174,10 @@ def serve(core: Any, socket: zmq.Socket, send: Callable[[FromEngine], None]) -> 
     try:
         loop.run()
     except Exception as error:
-        traceback.print_exc()
         text = f"the engine failed: {type(error).__name__}: {error}"
         loop.fail_live(text)
         send(Failed(text))
+        traceback.print_exc()  # last: the log may be full
         return 1
     return 0
 
@@ -186,6 +189,13 @@ def exit_with_parent() -> None:
     os._exit(1)
 
 
+def beat(fd: int) -> None:
+    """Show the API side that this process is not stopped."""
+    while True:
+        os.write(fd, b".")
+        time.sleep(HEARTBEAT_SECONDS)
+
+
 def main() -> int:
     """Entry point of the process: a length line and a `Hello` on standard input, the rest by socket."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -194,6 +204,7 @@ def main() -> int:
     hello = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=Hello)
     logging.basicConfig(level=hello.log_level.upper(), format=LOG_FORMAT)
     threading.Thread(target=exit_with_parent, daemon=True).start()
+    threading.Thread(target=beat, args=(hello.heartbeat_fd,), daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)  # outputs are never dropped, and a slow reader never stalls the loop
@@ -210,9 +221,12 @@ def main() -> int:
     except ConfigError as error:
         send(Failed(str(error), is_config_error=True))
         code = 2
+    except MemoryError as error:
+        send(Failed(f"the engine could not start: {error or 'not enough memory'}"))
+        code = 1
     except Exception as error:
-        traceback.print_exc()
         send(Failed(f"the engine could not start: {type(error).__name__}: {error}"))
+        traceback.print_exc()
         code = 1
     else:
         code = serve(core, socket, send)

@@ -1,17 +1,25 @@
-"""`LLM`: the engine in this process, for scripts and tests. Prompts in, finished texts out."""
+"""`LLM`: the engine in this process, for scripts and tests. Prompts or conversations in, finished texts out."""
 
 import atexit
+import gc
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
+from tqdm import tqdm
+
+from mambalign.engine.checkpoint import load_chat_template
 from mambalign.engine.client import OPENMP_SETTINGS, LocalClient, RequestFactory
 from mambalign.engine.config import EngineConfig
 from mambalign.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
+from mambalign.engine.prompt_template import PromptTemplate
 from mambalign.worker.sampling_params import SamplingParams
 
 Prompt = str | list[int]
+Params = SamplingParams | Sequence[SamplingParams] | None
+Conversation = list[dict[str, Any]]  # messages as chat templates take them: {"role": "user", "content": "Hello"}
 
 
 @dataclass
@@ -42,7 +50,7 @@ class CompletionOutput:
 class RequestOutput:
     """One prompt and its choices."""
 
-    prompt: str | None  # None for a prompt of token ids
+    prompt: str | None  # of a conversation what the template made of it; None for a prompt of token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0  # prompt tokens that choice 0 took from the prefix cache
@@ -63,63 +71,125 @@ class LLM:
     """A loaded engine. Options are the command line's, with underscores: `LLM(spec_tokens=3, runner="v1")`.
 
     Raises ConfigError for options that cannot be served, before weights are loaded. `core` is an engine to use
-    instead of loading one.
+    instead of loading one. As a context manager it lets go of the engine's memory at the end.
     """
 
     def __init__(self, model: str | None = None, *, core: Any = None, **options: Any):
         config = EngineConfig.from_options(model=model, **options)
+        self._empty_device_cache: Callable[[], None] | None = None
         if core is None:
             for name, value in OPENMP_SETTINGS.items():
                 os.environ.setdefault(name, value)
-            from mambalign.engine.core import EngineCore  # only here: it imports torch
+            from mambalign.engine.core import EngineCore, empty_device_cache  # only here: it imports torch
 
             core = EngineCore(config)
+            self._empty_device_cache = empty_device_cache
         self.core = core
         self._client = LocalClient(core)
         self._factory = RequestFactory(config.model.seed)
         atexit.register(self.shutdown)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, use_tqdm: bool | None = None
     ) -> list[RequestOutput]:
         """Complete each prompt (text or token ids; one or a list), all in one batch, results in their order.
 
-        `params`: one for all prompts, or one per prompt; `n` of them is the number of choices. Raises ValueError
-        (the text names the field and the limit) before anything has run, RuntimeError if the engine fails.
+        `params`: one for all prompts, or one per prompt; `n` of them is the number of choices. `use_tqdm`: show the
+        progress on stderr (None: if that is a terminal). Raises ValueError (the text names the field and the limit)
+        before anything has run, RuntimeError if the engine fails.
         """
-        if self.core is None:
-            raise RuntimeError("this LLM has been shut down")
-        prompt_list = split_prompts(prompts)
+        self._require_core()
+        encoded = [
+            (prompt, self.core.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
+            for prompt in split_prompts(prompts)
+        ]
+        return self._complete(encoded, params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: Params = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """The assistant's next message in each conversation (one or a list); otherwise as `generate`.
+
+        `chat_template`: a jinja file or the template itself (None: the checkpoint's); `chat_template_kwargs`: more
+        variables for it. `add_generation_prompt`: end with the head of a reply (None: yes, unless the final message
+        is continued, which `continue_final_message` asks for).
+        """
+        self._require_core()
+        template = PromptTemplate(self.core.tokenizer, chat_template and load_chat_template(chat_template))
+        if not template:
+            raise ValueError("messages: this model has no chat template; give one as chat_template, or use generate")
+        rendered = [
+            template.render(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                kwargs=chat_template_kwargs,
+            )
+            for conversation in split_conversations(messages)
+        ]
+        return self._complete([(text, template.encode(text)) for text in rendered], params, use_tqdm)
+
+    def _complete(
+        self, prompts: list[tuple[str | None, list[int]]], params: Params, use_tqdm: bool | None
+    ) -> list[RequestOutput]:
+        """Run prompts, each its text if there is one and its token ids."""
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompt_list)
-        if len(params) != len(prompt_list):
-            raise ValueError(f"params: {len(params)} for {len(prompt_list)} prompts")
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"params: {len(params)} for {len(prompts)} prompts")
         results: list[RequestOutput] = []
         requests: list[EngineRequest] = []
         choices: dict[str, tuple[RequestOutput, CompletionOutput]] = {}  # by request id
-        for prompt, one in zip(prompt_list, params, strict=True):
+        for (text, token_ids), one in zip(prompts, params, strict=True):
             one.validate(self.core.vocab_size)
-            text = prompt if isinstance(prompt, str) else None
-            token_ids = self.core.tokenizer.encode(prompt) if text is not None else list(prompt)
             split = self._factory.split(token_ids, one)
             result = RequestOutput(text, token_ids, [CompletionOutput(r.choice) for r in split])
             choices.update({r.request_id: (result, result.outputs[r.choice]) for r in split})
             results.append(result)
             requests.extend(split)
-        for output in self._client.generate(requests):
-            result, choice = choices[output.request_id]
-            choice.add(output)
-            if choice.index == 0:
-                result.num_cached_tokens = output.num_cached_tokens
-                result.prompt_logprobs = result.prompt_logprobs or output.prompt_logprobs
+        is_shown = sys.stderr.isatty() if use_tqdm is None else use_tqdm
+        num_tokens = 0
+        with tqdm(total=len(requests), unit="text", miniters=0, disable=not is_shown) as bar:
+            for output in self._client.generate(requests):
+                result, choice = choices[output.request_id]
+                choice.add(output)
+                if choice.index == 0:
+                    result.num_cached_tokens = output.num_cached_tokens
+                    result.prompt_logprobs = result.prompt_logprobs or output.prompt_logprobs
+                num_tokens += len(output.new_token_ids)
+                if is_shown:
+                    rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+                    bar.update(output.finish_reason is not None)
         return results
+
+    def _require_core(self) -> None:
+        if self.core is None:
+            raise RuntimeError("this LLM has been shut down")
 
     def shutdown(self) -> None:
         """Let go of the engine and its memory. Safe to call twice; runs at exit."""
+        if self.core is None:
+            return
         self.core = self._client = None
         atexit.unregister(self.shutdown)
+        gc.collect()  # an engine refers to itself
+        if self._empty_device_cache is not None:
+            self._empty_device_cache()
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -133,3 +203,13 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if not isinstance(item, str | list | tuple):
             raise ValueError(f"prompts: must be texts or lists of token ids, got {type(item).__name__}")
     return prompts
+
+
+def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """One conversation is a list of one. Raises ValueError for a message that has no role or no content."""
+    conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+    for conversation in conversations:
+        for i, message in enumerate(conversation):
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise ValueError(f"messages[{i}]: must be a dict with role and content, got {message!r}")
+    return conversations

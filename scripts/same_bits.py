@@ -14,9 +14,7 @@ On a CPU the sizes are small and nothing is captured.
 """
 
 import argparse
-import contextlib
 import functools
-import gc
 import itertools
 import json
 import random
@@ -29,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_serving import make_prompts
+from offline_rates import make_prompts
 
 import mambalign.engine.core
 from mambalign.engine import LLM, SamplingParams
@@ -210,7 +208,7 @@ class Matrix:
 
     def play(self, engines: Sequence[Engine]) -> None:
         start = time.perf_counter()
-        with self.opened(BASELINE) as llm:
+        with self.open(BASELINE) as llm:
             self.texts = make_texts(llm, self.lengths, self.load_format)
             for text in self.texts:
                 assert llm.core.reset_prefix_cache()
@@ -218,7 +216,7 @@ class Matrix:
         print(f"baseline: {BASELINE.name}, {len(self.texts)} requests alone, {seconds_since(start)}", flush=True)
         for engine in engines:
             try:
-                with self.opened(engine) as llm:
+                with self.open(engine) as llm:
                     self.play_engine(engine, llm)
             except Exception:
                 print(f"{engine.name}: FAILED\n{traceback.format_exc()}", flush=True)
@@ -226,17 +224,8 @@ class Matrix:
             self.tally.engines += 1
         self.tally.seconds = round(time.perf_counter() - start, 1)
 
-    @contextlib.contextmanager
-    def opened(self, engine: Engine) -> Iterator[LLM]:
-        """Its memory is free again when the next one starts."""
-        llm = engine.open(self.model, self.load_format, self.max_model_len)
-        try:
-            yield llm
-        finally:
-            llm.shutdown()
-            gc.collect()
-            if ON_CUDA:
-                torch.cuda.empty_cache()
+    def open(self, engine: Engine) -> LLM:
+        return engine.open(self.model, self.load_format, self.max_model_len)
 
     def play_engine(self, engine: Engine, llm: LLM) -> None:
         start = time.perf_counter()

@@ -4,23 +4,25 @@ One engine per process. Each figure prints its ceiling (`step_model.py`) before 
 Prompts are random token ids, new ones in every run, so that nothing is cached unless a figure says so.
 """
 
-import math
+import json
 import random
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from serving_trace import play_trace
 from step_model import Machine, StepModel
+from stepped_engine import SteppedEngine
 
-from mambalign.engine import LLM, SamplingParams
-from mambalign.engine.client import RequestFactory
-from mambalign.engine.messages import EngineOutput, EngineRequest
+from mambalign.engine import LLM
+from mambalign.engine.bench_traffic import draw_talks
 
-FIRST_TOKEN = 4  # ids below it are special in the models that are measured
+USERS_PER_S = 4.0  # new ones of the trace
 # The 8B benchmark configuration on an H200, cache and three drafts: what must be reached, 80% of the ceiling or less.
 MUST = {
     "decode 1": 410,
@@ -66,35 +68,6 @@ class Sizes:
         return max(talk, decode, ttft, self.prefill_tokens) + 8
 
 
-@dataclass
-class Timed:
-    """A request and when its tokens were seen, in seconds of `time.perf_counter`."""
-
-    request: EngineRequest
-    asked: float
-    seen: list[tuple[float, int]] = field(default_factory=list)  # (when, tokens that came)
-    token_ids: list[int] = field(default_factory=list)
-    num_cached_tokens: int = 0
-    ended: bool = False
-
-    def add(self, output: EngineOutput, now: float) -> None:
-        if output.finish_reason == "error":
-            raise RuntimeError(output.error)
-        if output.new_token_ids:
-            self.seen.append((now, len(output.new_token_ids)))
-            self.token_ids += output.new_token_ids
-        self.num_cached_tokens = output.num_cached_tokens
-        self.ended = output.finish_reason is not None
-
-    @property
-    def first(self) -> float:
-        return self.seen[0][0]
-
-    @property
-    def ttft(self) -> float:
-        return self.first - self.asked
-
-
 class Bench:
     """An engine, its ceiling, and the figures measured on it, as numbers under `results`."""
 
@@ -102,44 +75,13 @@ class Bench:
         """mean_kept: tokens that synthetic acceptance keeps a step; None: as many as the drafts earn."""
         core = llm.core
         self.core, self.sizes, self.machine, self.mean_kept = core, sizes, machine, mean_kept
+        self.engine = SteppedEngine(core, seed)
         dtype = getattr(torch, core.config.model.dtype)
         self.model = StepModel.of(Path(core.facts.path), dtype, core.spec_tokens)
         self.results: dict[str, Any] = {}
-        self._random = random.Random(seed)
-        self._factory = RequestFactory(seed)
         known = core.facts.name == MUST_MODEL and torch.cuda.is_available()
         known = known and torch.cuda.get_device_name() == MUST_DEVICE
         self._must = {} if not known else MUST if core.spec_tokens else MUST_PLAIN
-
-    # running requests
-
-    def prompt(self, num_tokens: int) -> list[int]:
-        return [self._random.randrange(FIRST_TOKEN, self.core.vocab_size) for _ in range(num_tokens)]
-
-    def ask(self, prompt: list[int], num_tokens: int, asked: float | None = None) -> Timed:
-        """Queue a greedy request of exactly `num_tokens` tokens."""
-        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        timed = Timed(self._factory.split(prompt, params)[0], asked or time.perf_counter())
-        self.core.add_request(timed.request)
-        return timed
-
-    def step(self, live: dict[str, Timed]) -> None:
-        for output in self.core.step():
-            timed = live[output.request_id]
-            timed.add(output, time.perf_counter())
-            if timed.ended:
-                del live[output.request_id]
-
-    def run(self, prompts: Sequence[list[int]], num_tokens: int) -> list[Timed]:
-        """All at once, to their end."""
-        requests = [self.ask(prompt, num_tokens) for prompt in prompts]
-        live = {timed.request.request_id: timed for timed in requests}
-        while live or self.core.has_work():
-            self.step(live)
-        assert all(len(timed.token_ids) == num_tokens for timed in requests)
-        return requests
-
-    # figures
 
     def decode(self) -> None:
         """Tokens a second: each row's tokens after its first, over the time from the last first token to the end."""
@@ -147,7 +89,8 @@ class Bench:
         for rows in sizes.concurrency:
             rates, strict, before = [], [], self.core.stats()
             for run in range(sizes.runs + 1):
-                timed = self.run([self.prompt(sizes.prompt_tokens) for _ in range(rows)], sizes.output_tokens)
+                prompts = [self.engine.prompt(sizes.prompt_tokens) for _ in range(rows)]
+                timed = self.engine.run(prompts, sizes.output_tokens)
                 start, end = max(t.first for t in timed), max(t.seen[-1][0] for t in timed)
                 if run:
                     rates.append(rows * (sizes.output_tokens - 1) / (end - start))
@@ -168,7 +111,7 @@ class Bench:
     def prefill(self) -> None:
         """Tokens a second of one long prompt, up to its first token."""
         num_tokens = self.sizes.prefill_tokens
-        times = [self.run([self.prompt(num_tokens)], 1)[0].ttft for _ in range(self.sizes.runs + 1)][1:]
+        times = [self.engine.run([self.engine.prompt(num_tokens)], 1)[0].ttft for _ in range(self.sizes.runs + 1)][1:]
         ceiling = num_tokens / self.model.prefill_seconds(self.machine, num_tokens)
         self.report("prefill", [num_tokens / seconds for seconds in times], ceiling, "tok/s", num_tokens=num_tokens)
 
@@ -178,10 +121,10 @@ class Bench:
         kinds = ("ttft cold", "ttft again", "ttft next turn")
         times: dict[str, list[float]] = {kind: [] for kind in kinds}
         for run in range(sizes.runs + 1):
-            prompt = self.prompt(sizes.ttft_tokens)
-            cold = self.run([prompt], sizes.reply_tokens)[0]
-            again = self.run([prompt], 1)[0]
-            turn = self.run([prompt + cold.token_ids + self.prompt(sizes.next_turn_tokens)], 1)[0]
+            prompt = self.engine.prompt(sizes.ttft_tokens)
+            cold = self.engine.run([prompt], sizes.reply_tokens)[0]
+            again = self.engine.run([prompt], 1)[0]
+            turn = self.engine.run([prompt + cold.token_ids + self.engine.prompt(sizes.next_turn_tokens)], 1)[0]
             if run:
                 for kind, timed in zip(kinds, (cold, again, turn), strict=True):
                     times[kind].append(timed.ttft * 1000)
@@ -192,66 +135,17 @@ class Bench:
 
     def trace(self) -> None:
         """Users who talk in turns behind one system prompt; arrivals, lengths and pauses drawn from a seed."""
-        talk = random.Random(1)
-        users = self._users(talk)
-        before, start = self.core.stats(), time.perf_counter()
-        live: dict[str, Timed] = {}
-        talking: dict[str, User] = {}
-        done: list[Timed] = []
-        while users or live:
-            now = time.perf_counter() - start
-            for user in [user for user in users if user.next_at <= now]:
-                users.remove(user)
-                timed = self.ask(user.say(), user.reply_tokens, start + user.next_at)
-                live[timed.request.request_id] = timed
-                talking[timed.request.request_id] = user
-                done.append(timed)
-            if not self.core.has_work():
-                time.sleep(max(0.0, min(user.next_at for user in users) - now))
-                continue
-            self.step(live)
-            for request_id in talking.keys() - live.keys():
-                user = talking.pop(request_id)
-                reply = next(t for t in reversed(done) if t.request.request_id == request_id)
-                user.hear(reply.token_ids, time.perf_counter() - start)
-                if user.messages:
-                    users.append(user)
-        self._report_trace(done, before)
-
-    def _users(self, talk: random.Random) -> list["User"]:
-        sizes, at = self.sizes, 0.0
-        system, users = self.prompt(sizes.system_tokens), []
-        for i in range(sizes.users):
-            at += talk.expovariate(4.0)  # four new users a second
-            messages = []
-            for turn in range(sizes.turns):
-                is_long = i % 8 == 3 and turn == 0
-                most = sizes.ttft_tokens // 8
-                messages.append(self.prompt(sizes.ttft_tokens if is_long else talk.randint(most // 8, most)))
-            pauses = [talk.expovariate(1.0) for _ in messages]
-            replies = [talk.randint(sizes.output_tokens // 4, sizes.output_tokens) for _ in messages]
-            users.append(User(list(system), messages, pauses, replies, at))
-        return users
-
-    def _report_trace(self, done: list[Timed], before) -> None:
-        after = self.core.stats()
-        first, last = min(t.asked for t in done), max(t.seen[-1][0] for t in done)
-        queried = after.prefix_cache_queries_total - before.prefix_cache_queries_total
-        hits = after.prefix_cache_hits_total - before.prefix_cache_hits_total
-        gaps = [b - a for t in done for (a, _), (b, _) in zip(t.seen, t.seen[1:], strict=False)]
-        ttfts = [t.ttft for t in done]
-        figures = {
-            "users": self.sizes.users,
-            "requests": len(done),
-            "prompt_tokens": sum(len(t.request.prompt_token_ids) for t in done),
-            "output_tokens_per_s": round(sum(len(t.token_ids) for t in done) / (last - first), 1),
-            "ttft_p50_ms": round(percentile(ttfts, 50) * 1000, 2),
-            "ttft_p99_ms": round(percentile(ttfts, 99) * 1000, 2),
-            "gap_p50_ms": round(percentile(gaps, 50) * 1000, 2),  # between the outputs of one request
-            "gap_p99_ms": round(percentile(gaps, 99) * 1000, 2),
-            "hit_rate": round(hits / queried, 4) if queried else 0.0,
-            "preemptions": after.num_preemptions_total - before.num_preemptions_total,
-        }
+        sizes = self.sizes
+        talks = draw_talks(
+            random.Random(1),
+            sizes.users,
+            sizes.turns,
+            rate=USERS_PER_S,
+            message_tokens=sizes.ttft_tokens // 8,
+            long_tokens=sizes.ttft_tokens,
+            reply_tokens=sizes.output_tokens,
+        )
+        figures = play_trace(self.engine, talks, sizes.system_tokens)
         print("trace            " + ", ".join(f"{name} {value}" for name, value in figures.items()), flush=True)
         self.results["trace"] = figures
 
@@ -289,33 +183,42 @@ class Bench:
         self.results[name] = result
 
 
-@dataclass
-class User:
-    """One side of a conversation. `next_at`: seconds into the trace when the next message comes."""
-
-    text: list[int]
-    messages: list[list[int]]
-    pauses: list[float]
-    replies: list[int]
-    next_at: float
-
-    @property
-    def reply_tokens(self) -> int:
-        """Tokens asked for in answer to what was said last."""
-        return self.replies[0]
-
-    def say(self) -> list[int]:
-        """The whole conversation with the next message."""
-        self.text = self.text + self.messages.pop(0)
-        return self.text
-
-    def hear(self, reply: list[int], now: float) -> None:
-        self.text = self.text + reply
-        self.replies.pop(0)
-        self.next_at = now + self.pauses.pop(0)
+def engine_options(args: Namespace, is_plain: bool) -> dict[str, Any]:
+    """As `LLM` takes them."""
+    options: dict[str, Any] = {
+        "load_format": args.load_format,
+        "max_num_seqs": max(*args.concurrency, min(args.users, 64)),
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+    }
+    if is_plain:
+        options |= {"spec_tokens": 0, "mamba_cache_mode": "none"}
+    else:
+        options |= {"spec_tokens": args.spec_tokens[0], "spec_acceptance": args.spec_acceptance}
+    for setting in args.engine:
+        name, _, value = setting.partition("=")
+        try:
+            options[name.replace("-", "_")] = json.loads(value.lower())
+        except ValueError:
+            options[name.replace("-", "_")] = value
+    return options
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that `percent` of all do not exceed."""
-    ranked = sorted(values)
-    return ranked[max(0, math.ceil(len(ranked) * percent / 100) - 1)] if ranked else 0.0
+def measure_figures(args: Namespace) -> dict[str, Any]:
+    """One engine from its start, and the figures asked for."""
+    job = json.loads(args.job)
+    sizes = Sizes(**{f.name: getattr(args, f.name) for f in fields(Sizes) if hasattr(args, f.name)})
+    options = engine_options(args, job["is_plain"])
+    longest = {"max_model_len": sizes.max_model_len} | options
+    llm = LLM(args.model, **longest)
+    ready = time.time() - job["started_at"]
+    machine = Machine(job["machine"]["bytes_per_s"], job["machine"]["flops_per_s"])
+    bench = Bench(llm, sizes, machine, None if job["is_plain"] else args.spec_acceptance)
+    first = bench.engine.run([bench.engine.prompt(100)], 8)[0]
+    bench.results["start"] = {"ready_s": round(ready, 2), "first_token_ms": round(first.ttft * 1000, 1)}
+    print(f"start            ready after {ready:.1f} s, first token {first.ttft * 1000:.0f} ms later", flush=True)
+    for line in llm.core.plan:
+        print(f"                 {line}", flush=True)
+    for figure in job["figures"]:
+        if figure != "start":
+            getattr(bench, figure)()
+    return bench.results

@@ -16,7 +16,8 @@ from aiohttp.abc import AbstractAccessLogger
 from mambalign.engine.server.errors import ApiError
 from mambalign.engine.server.state import STATE
 
-OPEN_PATHS = ("/health", "/metrics")  # without a key: probes and scrapers have none
+OPEN_PATHS = ("/health", "/metrics", "/dashboard")  # without a key: probes, scrapers and browsers have none
+QUIET_PATHS = (*OPEN_PATHS, "/dashboard/data")  # asked for again and again
 REQUEST_ID = "X-Request-Id"
 REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 PREFLIGHT_SECONDS = "600"  # how long a browser may remember what it may send
@@ -95,7 +96,7 @@ def make_access_logger(level: int) -> logging.Logger:
 
 
 def write_entry(logger: logging.Logger, request: web.BaseRequest, status: int, seconds: float) -> None:
-    level = logging.DEBUG if request.path in OPEN_PATHS else logging.INFO
+    level = logging.DEBUG if request.path in QUIET_PATHS else logging.INFO
     if not logger.isEnabledFor(level):
         return
     fields: dict[str, Any] = {
@@ -111,7 +112,7 @@ def write_entry(logger: logging.Logger, request: web.BaseRequest, status: int, s
 
 
 class AccessLog(AbstractAccessLogger):
-    """One JSON object a request; probes and scrapers only at level debug. No text of a prompt unless asked for."""
+    """One JSON object a request, without texts unless asked for; what is asked again and again only at level debug."""
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         write_entry(self.logger, request, response.status, time)

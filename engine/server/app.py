@@ -5,23 +5,28 @@ import asyncio
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from mambalign.engine.client import EngineError
 from mambalign.engine.server.access import add_headers, auth_middleware, cors_middleware, request_id_middleware
 from mambalign.engine.server.answer import json_response
 from mambalign.engine.server.chat import chat_completions
 from mambalign.engine.server.chat_messages import messages_for_template
 from mambalign.engine.server.completions import completions
+from mambalign.engine.server.dashboard import dashboard, dashboard_data
 from mambalign.engine.server.errors import ApiError, error_middleware, unavailable
 from mambalign.engine.server.protocol import DetokenizeBody, TokenizeBody, parse_body, template_options
 from mambalign.engine.server.responses import responses
 from mambalign.engine.server.state import STATE, ServerState
 
-STATS_SECONDS = 2.0  # how long /metrics waits for an engine in the middle of a step
-
 
 def make_app(state: ServerState) -> web.Application:
     app = web.Application(
-        middlewares=[request_id_middleware, error_middleware, count_middleware, cors_middleware, auth_middleware],
+        middlewares=[
+            request_id_middleware,
+            error_middleware,
+            count_middleware,
+            cors_middleware,
+            auth_middleware,
+            body_middleware,
+        ],
         client_max_size=state.options.max_body_size,
     )
     app[STATE] = state
@@ -30,6 +35,8 @@ def make_app(state: ServerState) -> web.Application:
         [
             web.get("/health", health),
             web.get("/metrics", metrics),
+            web.get("/dashboard", dashboard),
+            web.get("/dashboard/data", dashboard_data),
             web.get("/v1/models", list_models),
             web.get("/v1/models/{name:.+}", get_model),
             web.post("/v1/completions", completions),
@@ -54,29 +61,35 @@ async def count_middleware(request: web.Request, handler: web.RequestHandler) ->
         state.num_handlers -= 1
 
 
+@web.middleware
+async def body_middleware(request: web.Request, handler: web.RequestHandler) -> web.StreamResponse:
+    """Have the whole body before a handler asks for it, in bounded time."""
+    if request.can_read_body:
+        limit = request.app[STATE].options.read_timeout
+        try:
+            async with asyncio.timeout(limit):
+                await request.read()
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {limit:g} s", code="read_timeout") from None
+        except web.RequestPayloadError as error:  # its length or its compression is not what the header says
+            raise ApiError(400, f"the body cannot be read: {error}", code="bad_body") from error
+    return await handler(request)
+
+
 async def health(request: web.Request) -> web.Response:
     """200 when a request would run now; 503, with the reason, while loading, draining, dead, or found wrong."""
     state = request.app[STATE]
     state.require_ready()
-    await refresh_stats(state)
+    await state.refresh_stats()
     if mismatches := state.metrics.engine.stats.fused_copy_mismatches_total:
         raise unavailable(f"the fused-copy check found {mismatches} wrong copies: see the log", "fused_copy_mismatch")
     return json_response({"status": "ok"})
 
 
-async def refresh_stats(state: ServerState) -> None:
-    """Fetch the engine's statistics; the last known ones stay when it cannot answer."""
-    if state.client.healthy:
-        try:
-            state.metrics.engine.stats = await asyncio.wait_for(state.client.stats(), STATS_SECONDS)
-        except (TimeoutError, EngineError):
-            pass
-
-
 async def metrics(request: web.Request) -> web.Response:
     """Always answers: with the last known statistics when the engine cannot."""
     state = request.app[STATE]
-    await refresh_stats(state)
+    await state.refresh_stats()
     if (ready := state.client.ready) is not None:
         state.metrics.engine.num_positions = ready.spec_tokens
         state.metrics.engine.runner_labels = {"runner": ready.runner, "layout": ready.conv_layout}

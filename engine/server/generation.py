@@ -14,7 +14,7 @@ import msgspec
 from mambalign.engine.client import EngineError
 from mambalign.engine.messages import EngineOutput, TokenLogprobs
 from mambalign.engine.server.errors import ApiError, value_error
-from mambalign.engine.server.state import ServerState
+from mambalign.engine.server.state import EndedChoice, ServerState
 from mambalign.worker.sampling_params import SamplingParams
 
 
@@ -120,16 +120,33 @@ class Generation:
                             num_prompt=len(choice.prompt_token_ids),
                             num_output=len(choice.token_ids),
                         )
-                        metrics.finished.labels(output.finish_reason).inc()
+                        self._end(choice, output.finish_reason)
                     yield choice, output
             metrics.observe_end(max(len(choice.token_ids) for choice in self.choices))
         except EngineError:
             reason = "error"
             raise
         finally:
-            unfinished = sum(choice.finish_reason is None for choice in self.choices)
-            if unfinished:
-                metrics.finished.labels(reason).inc(unfinished)
+            for choice in self.choices:
+                if choice.finish_reason is None:
+                    self._end(choice, reason)
+
+    def _end(self, choice: Choice, reason: str) -> None:
+        """Book how a choice has ended."""
+        self._state.metrics.finished.labels(reason).inc()
+        first = choice.first_token_time
+        self._state.recent.append(
+            EndedChoice(
+                ended=time.time(),
+                finish_reason=reason,
+                seconds=time.monotonic() - self._arrival,
+                first_token_seconds=first - self._arrival if first else None,
+                num_prompt_tokens=len(choice.prompt_token_ids),
+                num_cached_tokens=choice.num_cached_tokens,
+                num_output_tokens=len(choice.token_ids),
+                num_accepted_tokens=choice.num_accepted_tokens,
+            )
+        )
 
     @property
     def deadline(self) -> float | None:

@@ -11,6 +11,8 @@ import ssl
 import sys
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
 
 from mambalign.engine.api_keys import ApiKeys
 from mambalign.engine.checkpoint import load_tokenizer
@@ -29,6 +31,7 @@ LAST_ANSWERS_SECONDS = 1.0  # a dead engine's server lives on so long, to say so
 def run_server(config: EngineConfig, server: ServerConfig, facts: CheckpointFacts, *, core: str = DEFAULT_CORE) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0 after a drained stop, 1 for a failure, 2 for a refused option."""
     logging.basicConfig(level=server.log_level.upper(), format=LOG_FORMAT)
+    server_logger.addFilter(is_ours)
 
     async def run() -> int:
         try:
@@ -42,11 +45,23 @@ def run_server(config: EngineConfig, server: ServerConfig, facts: CheckpointFact
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    """A line for who started the server; what nobody can take (a full disk, a closed pipe) is no reason to stop."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # what is left in the old one's buffer would fail at exit
 
 
 def complain(text: str) -> None:
-    print(f"serve: error: {text}", file=sys.stderr, flush=True)
+    try:
+        print(f"serve: error: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        sys.stderr = open(os.devnull, "w")
+
+
+def is_ours(record: logging.LogRecord) -> bool:
+    """Not a stranger's request that is no HTTP: the access log has a line of it, and a trace would tell nothing."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def tls_context(options: ServerConfig) -> ssl.SSLContext | None:
@@ -76,7 +91,11 @@ class Server:
         self.options = server
         self.facts = facts
         self.client = EngineClient(
-            config, progress=lambda text: say(f"  {text}"), core=core, log_level=server.log_level
+            config,
+            progress=lambda text: say(f"  {text}"),
+            core=core,
+            log_level=server.log_level,
+            stall_seconds=server.engine_timeout,
         )
         name = server.served_model_name or facts.name
         self.state = ServerState(self.client, name, server, ApiKeys.read(server))
@@ -93,6 +112,8 @@ class Server:
             access_log_class=AccessLog,
             access_log=make_access_logger(logging.getLogger().level),
             shutdown_timeout=LAST_ANSWERS_SECONDS,
+            lingering_time=LAST_ANSWERS_SECONDS,  # for the rest of a body that nobody reads
+            keepalive_timeout=self.options.read_timeout,  # from the connection's start on
         )
         await runner.setup()
         site = web.TCPSite(runner, self.options.host, self.options.port, ssl_context=self.tls)

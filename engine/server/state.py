@@ -1,14 +1,17 @@
 """What all handlers share: the engine's client, the tokenizer, the metrics, and whether requests are taken."""
 
 import asyncio
+import contextlib
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from aiohttp import web
 
 from mambalign.engine.api_keys import ApiKeys
-from mambalign.engine.client import EngineClient
+from mambalign.engine.client import EngineClient, EngineError
 from mambalign.engine.config import ServerConfig
 from mambalign.engine.core_process import Ready
 from mambalign.engine.server.chat_template import ChatTemplate, RenderedChat, TemplateOptions
@@ -17,9 +20,24 @@ from mambalign.engine.server.metrics import Metrics
 from mambalign.engine.server.token_text import TokenText
 
 RETRY_AFTER_SECONDS = 1  # what a refused client is told to wait
+STATS_SECONDS = 2.0  # how long to wait for the statistics of an engine in the middle of a step
+NUM_RECENT = 20  # requests that the dashboard shows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class EndedChoice(msgspec.Struct, frozen=True):
+    """One text that has ended, without a word of it."""
+
+    ended: float  # seconds, time.time()
+    finish_reason: str  # "stop", "length", "abort", "error"
+    seconds: float  # from the request's arrival
+    first_token_seconds: float | None  # the same, to its first token
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of the prompt
+    num_output_tokens: int
+    num_accepted_tokens: int  # of the output, drafted
 
 
 @dataclass
@@ -32,6 +50,7 @@ class ServerState:
     token_text: TokenText | None = None
     chat_template: ChatTemplate | None = None
     metrics: Metrics = field(default_factory=Metrics)
+    recent: deque[EndedChoice] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     draining: bool = False
     started: float = field(default_factory=time.time)
     num_handlers: int = 0  # that are at work now
@@ -60,6 +79,12 @@ class ServerState:
                 headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
             )
 
+    async def refresh_stats(self) -> None:
+        """Fetch the engine's statistics; the last known ones stay when it cannot answer."""
+        if self.client.healthy:
+            with contextlib.suppress(TimeoutError, EngineError):
+                self.metrics.engine.stats = await asyncio.wait_for(self.client.stats(), STATS_SECONDS)
+
     @property
     def is_ready(self) -> bool:
         return self.client.healthy and self.tokenizer is not None and not self.draining
@@ -70,6 +95,8 @@ class ServerState:
             raise unavailable("the server is shutting down", "shutting_down")
         if self.client.error is not None:
             raise unavailable(str(self.client.error), "engine_unavailable")
+        if self.client.stalled is not None:
+            raise unavailable(str(self.client.stalled), "engine_stalled")
         if self.client.ready is None or self.tokenizer is None:
             raise unavailable("the model is still loading", "loading")
         return self.client.ready

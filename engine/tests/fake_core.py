@@ -25,8 +25,9 @@ from mambalign.worker.sampling_params import TokenLogprobs
 CORE = "fake_core:FakeCore"
 MAX_MODEL_LEN = 256
 STEP_SECONDS = 0.01  # of a step with a <slow> request
-SPECIAL = ["</s>", "<crash>", "<die>", "<error>", "<slow>"]  # ids 0 to 4
-EOS, CRASH, DIE, ERROR, SLOW = range(len(SPECIAL))
+SPECIAL = ["</s>", "<crash>", "<die>", "<error>", "<slow>", "<memory>"]  # ids 0 to 5
+EOS, CRASH, DIE, ERROR, SLOW, MEMORY = range(len(SPECIAL))
+NO_MEMORY_SEED = 666  # a core with this seed cannot start
 SAY = ("{say:", ":say}")
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
 
@@ -80,6 +81,8 @@ class FakeCore:
             raise ConfigError(f"--cache-memory {config.cache.cache_memory}: at least 1000 bytes")
         if progress:
             progress("loading nothing")
+        if config.model.seed == NO_MEMORY_SEED:
+            raise MemoryError("no memory left")
         self.tokenizer = LightTokenizer(path)
         self.plan = ["pools: none"]
         self.max_model_len = config.model.max_model_len
@@ -137,6 +140,8 @@ class FakeCore:
         for request in list(self._requests.values()):
             if CRASH in request.prompt_token_ids:
                 raise RuntimeError("told to crash")
+            if MEMORY in request.prompt_token_ids:
+                raise MemoryError("no memory left")
             if DIE in request.prompt_token_ids:
                 os.kill(os.getpid(), signal.SIGKILL)
             output = self._advance(request)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from mambalign.engine.block_pool import BlockPool
 from mambalign.engine.request import Request, RequestStatus
 from mambalign.engine.scheduler import Scheduler, SchedulerLimits
+from mambalign.engine.tests.cache_watch import CacheWatch
 from mambalign.worker.batch import NewRow, RunnerOutput, ScheduledRow, SchedulerOutput
 from mambalign.worker.sampling_params import SamplingParams
 from mambalign.worker.tests.symbolic_memory import SymbolicLimits, states_of, true_text
@@ -101,8 +102,7 @@ class SymbolicEngine:
         self.num_evictions = self.num_steps = self.num_steps_ahead = 0
         self._launched: deque[Launched] = deque()
         self._admitted = -1  # latest request that ran
-        self._named: dict[bytes, tuple[str, list[int], int]] = {}  # hash -> salt, states, tokens
-        self._hash_of: dict[tuple[str, int], bytes] = {}
+        self._cache_watch = CacheWatch(self.scheduler)
         self._sealed: dict[str, dict[int, bytes]] = {"kv": {}, "mamba": {}}
         self._watch(self.scheduler.kv_pool, self.runner.allocated_kv)
         self._watch(self.scheduler.mamba_pool, self.runner.allocated_state)
@@ -261,15 +261,6 @@ class SymbolicEngine:
                 assert request.running_column == self.runner.batch.mamba_state_idx[index]
         if self.limits.enable_prefix_caching:
             self.oracle.advance(request, row, n, min(end, request.num_tokens), text.states)
-            self._name(request, text.states)
-
-    def _name(self, request: Request, states: list[int]) -> None:
-        """Note which prefix each hash stands for: one hash a prefix and salt, one prefix and salt a hash."""
-        for i, hash in enumerate(request.block_hashes):
-            num_tokens = (i + 1) * self.limits.kv_block_tokens
-            known = self._named.setdefault(hash, (request.cache_salt, states, num_tokens))
-            assert (known[0], known[1][known[2]]) == (request.cache_salt, states[num_tokens])
-            assert self._hash_of.setdefault((request.cache_salt, states[num_tokens]), hash) == hash
 
     def _seal(self) -> None:
         """Hold what was published in this step against the prefix that its hash stands for."""
@@ -281,8 +272,8 @@ class SymbolicEngine:
             for block, hash in pool.published().items():
                 if sealed.get(block) != hash:
                     sealed[block] = hash
-                    _, states, num_tokens = self._named[hash]
-                    seal(block, states, num_tokens)
+                    _, text = self._cache_watch.names[hash]
+                    seal(block, states_of(list(text)), len(text))
 
     # the end
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -71,11 +72,24 @@ def test_leaving_early_aborts(llm: LLM) -> None:
     llm.core.check()
 
 
-def test_shutdown(llm: LLM) -> None:
+def test_shutdown_and_leaving_the_context_let_go_of_the_engine(llm: LLM) -> None:
+    core = weakref.ref(llm.core)
+    with llm as same:
+        assert same is llm and llm.generate("abc", SamplingParams(max_tokens=3))[0].outputs[0].text == "abc"
+        llm.shutdown()
     llm.shutdown()
-    llm.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
-        llm.generate("abc")
+    assert core() is None
+    for ask in (llm.generate, llm.chat):
+        with pytest.raises(RuntimeError, match="shut down"):
+            ask("abc")
+
+
+def test_the_progress_bar_counts_texts_and_tokens(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["ab", "c"], SamplingParams(max_tokens=4, n=2), use_tqdm=True)
+    shown = capsys.readouterr().err
+    assert "4/4 [" in shown and " tokens/s]" in shown
+    llm.generate(["ab", "c"])
+    assert capsys.readouterr().err == "", "on a terminal only"
 
 
 def test_options_are_refused_before_torch_is_imported() -> None:

@@ -5,6 +5,7 @@ left over is gathered and reported together, by name, when the model is complete
 """
 
 import json
+import math
 import zlib
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SCALE_SUFFIX = "_scale_inv"  # after the name of an fp8 weight: what each of its blocks is multiplied by
 QUANTIZED_FILE = "hf_quant_config.json"  # of checkpoints whose config.json does not say that they are quantised
+READABLE = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn))
+MAX_STAND_IN = 1 << 32  # elements of a tensor that stands in for one that is not there
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -92,6 +95,8 @@ class Weights:
         self._left = set(self._file_of)
         self._missing: list[str] = []
         self._misshaped: list[str] = []
+        self._unreadable: list[str] = []
+        self._not_finite: list[str] = []
         self._progress = tqdm(
             total=len(self._file_of), desc="Loading weights", unit=" tensors", disable=None if show_progress else True
         )
@@ -108,21 +113,33 @@ class Weights:
         self._left = {name for name in self._left if not name.startswith(prefix)}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor `name`. A missing or mis-shaped one is noted, and a tensor of zeros stands in until `finish`."""
+        """The tensor `name`. What is wrong with one is noted, and a tensor of zeros stands in until `finish`."""
         dtype = dtype or self.dtype
         self._left.discard(name)
         if name not in self._file_of:
             self._missing.append(name)
-            return torch.zeros(shape, dtype=dtype, device=self.device)
+            return self._stand_in(shape, dtype)
         tensor = self._read(name)
         if tuple(tensor.shape) != shape:
             self._misshaped.append(f"{name}: {list(tensor.shape)} in the file, {list(shape)} by config.json")
-            return torch.zeros(shape, dtype=dtype, device=self.device)
+            return self._stand_in(shape, dtype)
+        is_fp8 = self.fp8_block is not None and name + SCALE_SUFFIX in self._file_of
+        if tensor.dtype not in READABLE or (tensor.dtype == torch.float8_e4m3fn) != is_fp8:
+            self._unreadable.append(f"{name}: {str(tensor.dtype).removeprefix('torch.')}")
+            return self._stand_in(shape, dtype)
         tensor = tensor.to(self.device)
-        if self.fp8_block is not None and name + SCALE_SUFFIX in self._file_of:
+        if is_fp8:
             self._left.discard(name + SCALE_SUFFIX)
             tensor = dequantize(tensor, self._read(name + SCALE_SUFFIX).to(self.device), self.fp8_block)
-        return tensor.to(dtype)
+        tensor = tensor.to(dtype)
+        if not tensor.isfinite().all():
+            self._not_finite.append(name)
+        return tensor
+
+    def _stand_in(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if not all(isinstance(n, int) and n >= 0 for n in shape) or math.prod(shape) > MAX_STAND_IN:
+            self.finish()
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def take_linear(self, name: str, out_features: int, in_features: int) -> torch.Tensor:
         """The weight of a linear layer, published as [out, in], laid out K-major: [in, out], contiguous."""
@@ -132,7 +149,13 @@ class Weights:
         """Close the files. Raises CheckpointError when the checkpoint and the model do not agree."""
         self._progress.close()
         self._open_files.clear()
-        faults = {"missing": self._missing, "of the wrong shape": self._misshaped, "unexpected": sorted(self._left)}
+        faults = {
+            "missing": self._missing,
+            "of the wrong shape": self._misshaped,
+            "of a kind that is not served": self._unreadable,
+            "with numbers that are not finite": self._not_finite,
+            "unexpected": sorted(self._left),
+        }
         faults = {kind: [self.prefix + name for name in names] for kind, names in faults.items()}
         texts = [f"{len(names)} {kind}: {_some(names)}" for kind, names in faults.items() if names]
         if texts:
@@ -165,9 +188,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
+        value = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
 
 
 def _ids(value: int | list[int] | None) -> list[int]:
@@ -207,7 +233,12 @@ def _weight_files(folder: Path) -> dict[str, str]:
     """Weight name -> file name, from the index of a sharded checkpoint or the header of a single file."""
     index = folder / INDEX_FILE
     if index.is_file():
-        file_of = json.loads(index.read_text())["weight_map"]
+        file_of = _read_json(index).get("weight_map")
+        if not isinstance(file_of, dict) or not all(isinstance(name, str) for name in file_of.values()):
+            raise CheckpointError(f"{index} has no weight_map from names of weights to names of files")
+        outside = sorted({name for name in file_of.values() if Path(name).name != name})
+        if outside:
+            raise CheckpointError(f"{index} names files that are not in its folder: {_some(outside)}")
         absent = sorted({name for name in file_of.values() if not (folder / name).is_file()})
         if absent:
             raise CheckpointError(

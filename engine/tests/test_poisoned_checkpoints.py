@@ -1,0 +1,117 @@
+"""Checkpoints that are broken, or made to do harm: refused before they serve, in words, with exit code 2."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from server_process import serve_command
+
+from mambalign.engine import LLM
+from mambalign.engine.checkpoint import DEFAULT_MODEL
+from mambalign.engine.config import ConfigError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+NORM = "backbone.norm_f.weight"
+
+
+def with_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def poison(folder: Path) -> None:
+        weights = load_file(folder / WEIGHTS)
+        change(weights)
+        save_file(weights, folder / WEIGHTS)
+
+    return poison
+
+
+def with_config(**changes: object) -> Callable[[Path], None]:
+    def poison(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return poison
+
+
+def with_text(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+def truncate(folder: Path) -> None:
+    with (folder / WEIGHTS).open("r+b") as file:
+        file.truncate(file.seek(0, os.SEEK_END) // 2)
+
+
+def huge_header(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(b"\xff" * 7 + b"\x7f" + b"{}")
+
+
+def index_of(name: str) -> Callable[[Path], None]:
+    """A shard's name in the index leads to the real weights, outside the folder."""
+
+    def poison(folder: Path) -> None:
+        weights = folder / WEIGHTS
+        names = list(load_file(weights))
+        weights.rename(folder.parent / "outside.safetensors")
+        target = name.format(outside=folder.parent / "outside.safetensors")
+        (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, target)}))
+
+    return poison
+
+
+def pickled(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
+POISONS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (truncate, "cannot read"),
+    "empty": (with_text(WEIGHTS, ""), "cannot read"),
+    "huge header": (huge_header, "cannot read"),
+    "pickle": (pickled, "pickled weights only"),
+    "nan": (with_weights(lambda w: w[NORM].fill_(float("nan"))), f"1 with numbers that are not finite: {NORM}"),
+    "infinite": (with_weights(lambda w: w[NORM][3:4].fill_(float("inf"))), "not finite"),
+    "integers": (with_weights(lambda w: w.update({NORM: w[NORM].to(torch.int8)})), f"is not served: {NORM}: int8"),
+    "fp8 without scales": (
+        with_weights(lambda w: w.update({NORM: w[NORM].to(torch.float8_e4m3fn)})),
+        f"is not served: {NORM}: float8_e4m3fn",
+    ),
+    "path upwards": (index_of("../outside.safetensors"), "not in its folder: ../outside.safetensors"),
+    "absolute path": (index_of("{outside}"), "not in its folder: /"),
+    "index of no object": (with_text(INDEX, "[1, 2]"), "must hold a JSON object"),
+    "index without map": (with_text(INDEX, '{"weight_map": 3}'), "has no weight_map"),
+    "index of garbage": (with_text(INDEX, "{"), "is not valid JSON"),
+    "config of no object": (with_text("config.json", "[]"), "a JSON object is needed, not list"),
+    "deep config": (with_text("config.json", "[" * 100_000), "cannot read its config.json"),
+    "config of wrong types": (with_config(hidden_size="many"), "of the wrong shape"),
+    "absurd size": (with_config(intermediate_size=10**12), "of the wrong shape"),
+    "negative size": (with_config(hidden_size=-1), "of the wrong shape"),
+    "no layers": (with_config(hybrid_override_pattern="", layers_block_type=[], num_hidden_layers=0), "config.json"),
+    "tokenizer of garbage": (with_text("tokenizer.json", "\x00" * 50), "cannot load its tokenizer"),
+    "tokenizer settings of garbage": (with_text("tokenizer_config.json", "[]"), "cannot load its tokenizer"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DEFAULT_MODEL, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("name", POISONS)
+def test_a_poisoned_checkpoint_is_refused_in_words(folder: Path, name: str) -> None:
+    poison, words = POISONS[name]
+    poison(folder)
+    with pytest.raises(ConfigError) as error:
+        LLM(str(folder), cache_memory=64 << 20, max_model_len=256)
+    assert words in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
+def test_the_server_says_it_in_its_last_line(folder: Path) -> None:
+    truncate(folder)
+    result = subprocess.run([*serve_command(), folder, "--port", "0"], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("serve: error: model model: cannot read ")
