@@ -188,7 +188,7 @@ def validation_error(text: str) -> ApiError:
     """msgspec's text, with the field's name first: "Expected `int`, got `str` - at `$.max_tokens`"."""
     reason, _, path = text.replace(" - at `key` in `$", " - at `$").partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
-    if match := re.match(r"Object (contains unknown|missing required) field `(.*)`", reason):
+    if match := re.match(r"Object (contains unknown|missing required) field `(.*)`", reason, re.DOTALL):
         name = f"{path}.{match[2]}" if path else match[2]
         what = "is not a field of this request" if match[1] == "contains unknown" else "is required"
         code = "unknown_parameter" if match[1] == "contains unknown" else "missing_required_parameter"
