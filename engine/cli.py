@@ -9,6 +9,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import Field, fields, replace
+from importlib.metadata import PackageNotFoundError, version
 from types import NoneType
 from typing import Any, NoReturn
 
@@ -26,7 +27,6 @@ from mambalign.engine.config import (
     flag,
     parse_bytes,
 )
-from mambalign.engine.version import package_version
 
 DESCRIPTION = "Serve a hybrid Mamba model over the OpenAI API, with prefix caching and speculative decoding."
 GROUPS = {
@@ -43,6 +43,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help lists the options)\n")
+
+
+def package_version() -> str:
+    try:
+        return version("mambalign")
+    except PackageNotFoundError:  # run from a folder that was never installed
+        return "unknown"
 
 
 def make_parser(prog: str) -> Parser:

@@ -12,16 +12,7 @@ from mambalign.engine.server.chat_messages import messages_for_template
 from mambalign.engine.server.completions import completions
 from mambalign.engine.server.dashboard import dashboard, dashboard_data
 from mambalign.engine.server.errors import ApiError, error_middleware, unavailable
-from mambalign.engine.server.openapi import Route, openapi_document
-from mambalign.engine.server.protocol import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    parse_body,
-    template_options,
-)
-from mambalign.engine.server.response_body import ResponseBody
+from mambalign.engine.server.protocol import DetokenizeBody, TokenizeBody, parse_body, template_options
 from mambalign.engine.server.responses import responses
 from mambalign.engine.server.state import STATE, ServerState
 
@@ -40,9 +31,22 @@ def make_app(state: ServerState) -> web.Application:
     )
     app[STATE] = state
     app.on_response_prepare.append(add_headers)
-    for route in ROUTES:
-        add = app.router.add_get if route.method == "GET" else app.router.add_post
-        add(route.path, route.handler)
+    app.add_routes(
+        [
+            web.get("/health", health),
+            web.get("/metrics", metrics),
+            web.get("/dashboard", dashboard),
+            web.get("/dashboard/data", dashboard_data),
+            web.get("/v1/models", list_models),
+            web.get("/v1/models/{name:.+}", get_model),
+            web.post("/v1/completions", completions),
+            web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/responses", responses),
+            web.post("/tokenize", tokenize),
+            web.post("/detokenize", detokenize),
+            web.post("/reset_prefix_cache", reset_prefix_cache),
+        ]
+    )
     return app
 
 
@@ -104,12 +108,10 @@ def model_card(state: ServerState) -> dict[str, object]:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """The one model that is served."""
     return json_response({"object": "list", "data": [model_card(request.app[STATE])]})
 
 
 async def get_model(request: web.Request) -> web.Response:
-    """A model by its name."""
     state = request.app[STATE]
     state.check_model(request.match_info["name"])
     return json_response(model_card(state))
@@ -136,7 +138,6 @@ async def rendered_ids(state: ServerState, body: TokenizeBody) -> list[int]:
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """The text of token ids."""
     state = request.app[STATE]
     body = parse_body(await request.read(), DetokenizeBody)
     state.check_model(body.model)
@@ -151,25 +152,3 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     state = request.app[STATE]
     state.require_ready()
     return json_response({"reset": await state.client.reset_prefix_cache()})
-
-
-async def openapi(request: web.Request) -> web.Response:
-    """This interface, as an OpenAPI document."""
-    return json_response(openapi_document(ROUTES))
-
-
-ROUTES = [
-    Route("GET", "/health", health),
-    Route("GET", "/metrics", metrics, content_type="text/plain"),
-    Route("GET", "/dashboard", dashboard, content_type="text/html"),
-    Route("GET", "/dashboard/data", dashboard_data),
-    Route("GET", "/v1/models", list_models),
-    Route("GET", "/v1/models/{name:.+}", get_model),
-    Route("POST", "/v1/completions", completions, CompletionBody),
-    Route("POST", "/v1/chat/completions", chat_completions, ChatBody),
-    Route("POST", "/v1/responses", responses, ResponseBody),
-    Route("POST", "/tokenize", tokenize, TokenizeBody),
-    Route("POST", "/detokenize", detokenize, DetokenizeBody),
-    Route("POST", "/reset_prefix_cache", reset_prefix_cache),
-    Route("GET", "/openapi.json", openapi),
-]

@@ -115,7 +115,6 @@ def new_call(call: CallDelta) -> dict[str, Any]:
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """The assistant's next message in a conversation."""
     state, arrival = request.app[STATE], time.monotonic()
     body = parse_body(await request.read(), ChatBody)
     state.check_model(body.model)

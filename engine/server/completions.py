@@ -117,7 +117,6 @@ def completion_params(body: CompletionBody) -> SamplingParams:
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """How a text goes on."""
     state, arrival = request.app[STATE], time.monotonic()
     body = parse_body(await request.read(), CompletionBody)
     state.check_model(body.model)

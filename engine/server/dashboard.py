@@ -29,7 +29,6 @@ def page() -> str:
 
 
 async def dashboard(request: web.Request) -> web.Response:
-    """A page that shows what the engine does now."""
     return web.Response(text=page(), content_type="text/html", headers=PAGE_HEADERS)
 
 

@@ -10,17 +10,6 @@ from mambalign.engine.client import EngineDeadError, EngineError, RequestError
 log = logging.getLogger("mambalign.server")
 
 
-class Error(msgspec.Struct):
-    message: str
-    type: str
-    param: str | None  # the field of the body that is wrong
-    code: str | None
-
-
-class ErrorBody(msgspec.Struct):
-    error: Error
-
-
 class ApiError(Exception):
     """Ends a request with an HTTP status. `param` names the field of the body that is wrong."""
 
@@ -43,7 +32,16 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def body(self) -> bytes:
-        return msgspec.json.encode(ErrorBody(Error(self.message, self.kind, self.param, self.code)))
+        return msgspec.json.encode(
+            {
+                "error": {
+                    "message": self.message,
+                    "type": self.kind,
+                    "param": self.param,
+                    "code": self.code,
+                }
+            }
+        )
 
     def response(self) -> web.Response:
         headers = self.headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})

@@ -124,7 +124,6 @@ class ResponseAnswer(Answer):
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
-    """The reply to a conversation, as items; nothing is stored."""
     state, arrival = request.app[STATE], time.monotonic()
     body = parse_body(await request.read(), ResponseBody)
     state.check_model(body.model)
