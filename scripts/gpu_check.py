@@ -43,7 +43,7 @@ class Part:
     name: str
     limit: int
     command: tuple[str, ...]
-    needs: tuple[str, ...] = ("msgspec", "zmq")
+    needs: tuple[str, ...] = ("llguidance", "msgspec", "zmq")
 
     @property
     def is_pytest(self) -> bool:
@@ -55,14 +55,14 @@ PARTS = (
         "tests",
         420,
         (*PYTEST, "kernels/tests", "worker/tests", f"--ignore={FAMILIES}"),
-        ("msgspec", "pytest", "hypothesis"),
+        ("llguidance", "msgspec", "pytest", "hypothesis"),
     ),
-    Part("families", 580, (*PYTEST, FAMILIES), ("msgspec", "pytest", "transformers")),
+    Part("families", 580, (*PYTEST, FAMILIES), ("llguidance", "msgspec", "pytest", "transformers")),
     Part(
         "e2e",
         540,
         (*PYTEST, "-p", "e2e_on_cuda", "e2e/test_prefix_cache_suite.py", "e2e/test_interleavings.py"),
-        ("msgspec", "zmq", "pytest", "transformers"),
+        ("llguidance", "msgspec", "zmq", "pytest", "transformers"),
     ),
     Part("bits-default", 540, ("scripts/same_bits.py", "--models", "default")),
     Part("bits-1b", 540, ("scripts/same_bits.py", "--models", "1b")),

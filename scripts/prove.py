@@ -11,6 +11,7 @@ small first and printed as a test. See e2e/lossless/.
 """
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -48,7 +49,8 @@ def main() -> int:
             prove(seeds_of(args, start, tally), tally, lambda line: print(line, flush=True), args.shrink_seconds)
     except DifferenceFound as difference:
         print(difference)
-    print(f"\n{tally.table()}\nseconds  {time.monotonic() - start:.0f}\n{tally.to_json()}", flush=True)
+    numbers = {**tally.numbers(), "seconds": round(time.monotonic() - start)}
+    print(f"\n{tally.table()}\n{json.dumps(numbers)}", flush=True)
     is_whole = args.quick or args.minutes is not None
     return 1 if tally.mismatches or (is_whole and tally.gaps()) else 0
 

@@ -14,6 +14,7 @@ MAX_STOP_CHARACTERS = 1024  # of one stop string
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024  # tokens with a bias
 MAX_GRAMMAR_CHARS = 1 << 18
+MAX_TOP_K = 2**31 - 1  # no vocabulary has more
 MAX_TEMPERATURE = 2.0
 MIN_SAMPLING_TEMPERATURE = 1e-5  # below it the noise could no longer change the order: taken as greedy
 
@@ -129,7 +130,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check_float("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise ValueError("top_p must be greater than 0, got 0; for the best token alone: temperature 0")
-        _check_int("top_k", self.top_k, -1)
+        _check_int("top_k", self.top_k, -1, MAX_TOP_K)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**63 - 1)

@@ -95,8 +95,9 @@ MUTANTS = [
     Mutant(
         "32-bit block offsets in the kernel",
         COPY,
-        "tl.load(p_table + from_column).to(tl.int64), tl.load(p_table + dest_column).to(tl.int64)",
-        "tl.load(p_table + from_column), tl.load(p_table + dest_column)",
+        "source, dest = base + source_block * block_stride + offset, base + dest_block * block_stride + offset",
+        "source = base + (source_block * block_stride).to(tl.int32) + offset\n"
+        "    dest = base + (dest_block * block_stride).to(tl.int32) + offset",
         command=FAR_BLOCKS,
     ),
     Mutant(

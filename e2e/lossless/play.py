@@ -100,44 +100,45 @@ class Play:
         )
 
     def _check(self, expected: Expected, answer: Answer) -> None:
-        name, ending, last = expected.name, expected.ending, answer.last
+        name, last, num_tokens = expected.name, answer.last, len(answer.token_ids)
         assert last is not None, f"{name} has no ending"
-        if name in self._aborted:
-            assert last.finish_reason == "abort" and len(answer.token_ids) <= ending.num_tokens
-        else:
-            told = (last.finish_reason, last.stop_reason)
-            assert told == (ending.finish_reason, ending.stop_reason), f"{name} ends by {told}, must by {ending}"
-            assert len(answer.token_ids) == ending.num_tokens, f"{name} has {answer.token_ids}, must end by {ending}"
-        num_tokens = len(answer.token_ids)
         wanted = expected.endless.token_ids[:num_tokens]
         assert answer.token_ids == wanted, f"{name} after {len(expected.prompt)}: {answer.token_ids}, must be {wanted}"
-        assert (answer.logprobs is not None) == (expected.ask.logprobs and num_tokens > 0), name
-        for at, (got, entry) in enumerate(zip(answer.logprobs or [], expected.endless.logprobs, strict=False)):
-            assert got == entry, f"{name}: log-probabilities of token {at} are {got}, must be {entry}"
-        assert answer.logprobs is None or len(answer.logprobs) == num_tokens, name
-        if expected.ask.prompt_logprobs and num_tokens:
-            of_prompt = self.truth.prompt_logprobs(expected.prompt)
-            assert answer.prompt_logprobs == of_prompt, f"{name}: log-probabilities of its prompt"
-        else:
-            assert answer.prompt_logprobs is None, name
-        if name in self._aborted:
-            text = self.truth.tokenizer.decode(wanted, skip_special_tokens=True)
-        else:
-            text = ending.text
-        assert answer.text == text, f"{name}: text {answer.text!r}, must be {text!r}"
+        self._check_ending(expected, answer, last)
+        self._check_logprobs(expected, answer)
         assert last.num_cached_tokens == self.engine.hits.get(name, 0), f"{name}: cached {last.num_cached_tokens}"
         drafts = (last.num_draft_tokens, last.num_accepted_tokens)
         assert drafts == self.engine.drafts_of_request.get(name, (0, 0)), f"{name}: drafts {drafts}"
+
+    def _check_ending(self, expected: Expected, answer: Answer, last: EngineOutput) -> None:
+        name, ending, num_tokens = expected.name, expected.ending, len(answer.token_ids)
+        if name in self._aborted:
+            assert last.finish_reason == "abort" and num_tokens <= ending.num_tokens, f"{name}: {last.finish_reason}"
+            text = self.truth.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        else:
+            told, text = (num_tokens, last.finish_reason, last.stop_reason), ending.text
+            must = (ending.num_tokens, ending.finish_reason, ending.stop_reason)
+            assert told == must, f"{name} ends by {told}, must by {must}"
+        assert answer.text == text, f"{name}: text {answer.text!r}, must be {text!r}"
+
+    def _check_logprobs(self, expected: Expected, answer: Answer) -> None:
+        name, num_tokens = expected.name, len(answer.token_ids)
+        if expected.ask.logprobs and num_tokens:
+            assert answer.logprobs is not None and len(answer.logprobs) == num_tokens, f"{name}: log-probabilities"
+            for at, (got, wanted) in enumerate(zip(answer.logprobs, expected.endless.logprobs, strict=False)):
+                assert got == wanted, f"{name}: log-probabilities of token {at} are {got}, must be {wanted}"
+        else:
+            assert answer.logprobs is None, name
+        wants_prompt = expected.ask.prompt_logprobs and num_tokens > 0
+        of_prompt = self.truth.prompt_logprobs(expected.prompt) if wants_prompt else None
+        assert answer.prompt_logprobs == of_prompt, f"{name}: log-probabilities of its prompt"
 
     def _tally(self) -> Tally:
         engine, setup = self.engine, self.plan.setup
         num_tokens = sum(len(answer.token_ids) for answer in self.answers.values())
         lengths = {name: len(expected.prompt) for name, expected in self.requests.items()}
-        not_looked_up = {
-            name
-            for name, expected in self.requests.items()
-            if expected.ask.prompt_logprobs and len(expected.prompt) > 1  # there are some to compute
-        }
+        lacking = {name: expected for name, expected in self.requests.items() if expected.ask.prompt_logprobs}
+        not_looked_up = {name for name, expected in lacking.items() if len(expected.prompt) > 1}
         engine.check_counters(lengths, not_looked_up, num_tokens)
         tally = Tally(
             runs=1,

@@ -1,6 +1,5 @@
 """What runs of the proof went through. A proof that went through nothing must not pass."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -81,9 +80,6 @@ class Tally:
         rows.append(("engines", ", ".join(f"{name} {count}" for name, count in sorted(self.seen.items()))))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name.replace('_', ' '):{width}}  {value}" for name, value in rows)
-
-    def to_json(self) -> str:
-        return json.dumps(self.numbers())
 
 
 ENGINES: dict[str, tuple[Any, ...]] = {

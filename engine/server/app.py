@@ -12,9 +12,26 @@ from mambalign.engine.server.chat_messages import messages_for_template
 from mambalign.engine.server.completions import completions
 from mambalign.engine.server.dashboard import dashboard, dashboard_data
 from mambalign.engine.server.errors import ApiError, error_middleware, unavailable
-from mambalign.engine.server.protocol import DetokenizeBody, TokenizeBody, parse_body, template_options
+from mambalign.engine.server.openapi import openapi_document
+from mambalign.engine.server.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse_body,
+    template_options,
+)
+from mambalign.engine.server.response_body import ResponseBody
 from mambalign.engine.server.responses import responses
 from mambalign.engine.server.state import STATE, ServerState
+
+BODIES = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponseBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
 
 
 def make_app(state: ServerState) -> web.Application:
@@ -37,6 +54,7 @@ def make_app(state: ServerState) -> web.Application:
             web.get("/metrics", metrics),
             web.get("/dashboard", dashboard),
             web.get("/dashboard/data", dashboard_data),
+            web.get("/openapi.json", openapi),
             web.get("/v1/models", list_models),
             web.get("/v1/models/{name:.+}", get_model),
             web.post("/v1/completions", completions),
@@ -107,11 +125,18 @@ def model_card(state: ServerState) -> dict[str, object]:
     }
 
 
+async def openapi(request: web.Request) -> web.Response:
+    """This server's paths and the bodies they take, as an OpenAPI document."""
+    return json_response(openapi_document(request.app.router, BODIES))
+
+
 async def list_models(request: web.Request) -> web.Response:
+    """The one model that is served."""
     return json_response({"object": "list", "data": [model_card(request.app[STATE])]})
 
 
 async def get_model(request: web.Request) -> web.Response:
+    """The model, if it has this name."""
     state = request.app[STATE]
     state.check_model(request.match_info["name"])
     return json_response(model_card(state))
@@ -138,6 +163,7 @@ async def rendered_ids(state: ServerState, body: TokenizeBody) -> list[int]:
 
 
 async def detokenize(request: web.Request) -> web.Response:
+    """The text of token ids."""
     state = request.app[STATE]
     body = parse_body(await request.read(), DetokenizeBody)
     state.check_model(body.model)
@@ -148,7 +174,10 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """`reset` is false when running requests still hold some of it; the rest was reset all the same."""
+    """Forget what prompts had in common; nothing in the body.
+
+    `reset` is false when running requests still hold some of it; the rest was reset all the same.
+    """
     state = request.app[STATE]
     state.require_ready()
     return json_response({"reset": await state.client.reset_prefix_cache()})

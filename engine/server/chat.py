@@ -115,6 +115,7 @@ def new_call(call: CallDelta) -> dict[str, Any]:
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Replies to a conversation."""
     state, arrival = request.app[STATE], time.monotonic()
     body = parse_body(await request.read(), ChatBody)
     state.check_model(body.model)
@@ -146,6 +147,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
         default_max_tokens=None,
         max_tokens_field="max_completion_tokens" if body.max_tokens is None else "max_tokens",
+        logprobs_field="top_logprobs",
     )
     generation = Generation(state, [chat.token_ids], [params], cache_salt=body.cache_salt, arrival=arrival)
     return await send_answer(request, ChatAnswer(state, body, chat, reader_maker(state, tools, chat)), generation)

@@ -117,6 +117,7 @@ def completion_params(body: CompletionBody) -> SamplingParams:
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
+    """Texts that continue a prompt, or several."""
     state, arrival = request.app[STATE], time.monotonic()
     body = parse_body(await request.read(), CompletionBody)
     state.check_model(body.model)

@@ -29,6 +29,7 @@ def page() -> str:
 
 
 async def dashboard(request: web.Request) -> web.Response:
+    """A page for an operator's browser."""
     return web.Response(text=page(), content_type="text/html", headers=PAGE_HEADERS)
 
 

@@ -215,6 +215,7 @@ def fit_params(
     max_tokens: int | None,
     default_max_tokens: int | None,
     max_tokens_field: str = "max_tokens",
+    logprobs_field: str = "logprobs",
 ) -> SamplingParams:
     """Check a prompt and its parameters against the model. Raises ApiError 400 naming field and limit.
 
@@ -241,8 +242,9 @@ def fit_params(
         params.validate(vocab_size)
     except ValueError as error:
         text = str(error)
-        if text.startswith("max_tokens "):
-            text = max_tokens_field + text.removeprefix("max_tokens")
+        for name, field_name in (("max_tokens", max_tokens_field), ("logprobs", logprobs_field)):
+            if text.startswith(f"{name} "):
+                text = field_name + text.removeprefix(name)
         raise value_error(ValueError(text)) from error
     if params.max_tokens > room:
         raise ApiError(

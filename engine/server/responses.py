@@ -124,6 +124,7 @@ class ResponseAnswer(Answer):
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
+    """A reply to a conversation, in the newer form."""
     state, arrival = request.app[STATE], time.monotonic()
     body = parse_body(await request.read(), ResponseBody)
     state.check_model(body.model)
@@ -162,6 +163,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
         max_tokens=body.max_output_tokens,
         default_max_tokens=None,
         max_tokens_field="max_output_tokens",
+        logprobs_field="top_logprobs",
     )
     generation = Generation(state, [chat.token_ids], [params], cache_salt=body.cache_salt, arrival=arrival)
     return await send_answer(request, ResponseAnswer(state, body, chat, reader), generation)
