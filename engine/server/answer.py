@@ -71,7 +71,10 @@ class Answer:
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         choices = [self.whole_choice(choice) for choice in self.best_choices(generation.choices)]
-        return self.envelope(self.object_name, choices) | {"usage": generation.usage()}
+        return self.envelope(self.object_name, choices) | {"usage": self.usage(generation)}
+
+    def usage(self, generation: Generation) -> dict[str, Any]:
+        return generation.usage()
 
     # a stream's events
 
@@ -92,7 +95,7 @@ class Answer:
     def end(self, generation: Generation) -> list[bytes]:
         last = [event(b"[DONE]")]
         if self._includes_usage:
-            last.insert(0, event(self.envelope(self.chunk_object_name, []) | {"usage": generation.usage()}))
+            last.insert(0, event(self.envelope(self.chunk_object_name, []) | {"usage": self.usage(generation)}))
         return last
 
     def failed(self, error: ApiError, generation: Generation) -> list[bytes]:

@@ -1,5 +1,6 @@
 """The assistant's message out of the model's text: which readers a checkpoint needs, and how they are chained."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from mambalign.engine.server.assistant_delta import AssistantDelta
@@ -51,8 +52,18 @@ class AssistantText:
     def num_calls(self) -> int:
         return self._tools.num_calls if self._tools else 0
 
+    @property
+    def is_plain(self) -> bool:
+        """All of the text is content."""
+        return self._reasoning is None and self._tools is None
+
+    def deltas(self, text: str) -> Iterator[AssistantDelta]:
+        """What `read` says of the text, in the text's order: a piece for each character that says something."""
+        pieces = [text] if self.is_plain else text
+        return (delta for delta in map(self.read, pieces) if not delta.is_empty)
+
     def read(self, text: str) -> AssistantDelta:
-        if self._reasoning is None and self._tools is None:
+        if self.is_plain:
             return AssistantDelta(content=text)
         for char in text:
             if self._reasoning is not None:

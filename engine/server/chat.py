@@ -14,23 +14,27 @@ from mambalign.engine.server.assistant_delta import AssistantDelta, CallDelta
 from mambalign.engine.server.assistant_text import AssistantText
 from mambalign.engine.server.chat_messages import messages_for_template
 from mambalign.engine.server.chat_template import RenderedChat
-from mambalign.engine.server.chat_tools import NamedTool, Tool, check_tools
+from mambalign.engine.server.chat_tools import NamedTool
 from mambalign.engine.server.errors import ApiError
 from mambalign.engine.server.generation import Choice, Generation, fit_params
 from mambalign.engine.server.protocol import ChatBody, parse_body, template_options
+from mambalign.engine.server.reply import reader_maker, reasoning_tokens, usable_tools
 from mambalign.engine.server.state import STATE, ServerState
-from mambalign.engine.server.structured import structured_outputs
+from mambalign.engine.server.structured import of_response_format, structured_outputs
 from mambalign.engine.server.token_text import chat_logprobs
 
 
 class ChatAnswer(Answer):
-    """`make_reader`: reads one choice's text."""
+    """`make_reader` makes what reads one choice's text; `chat` is the conversation that the choices go on from."""
 
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def __init__(self, state: ServerState, body: ChatBody, make_reader: Callable[[], AssistantText]):
+    def __init__(
+        self, state: ServerState, body: ChatBody, chat: RenderedChat, make_reader: Callable[[], AssistantText]
+    ):
         super().__init__(state, body, "chatcmpl")
+        self._chat = chat
         self._make_reader = make_reader
         self._readers: dict[int, AssistantText] = {}  # of choices whose first chunk was sent
 
@@ -84,6 +88,11 @@ class ChatAnswer(Answer):
             )  # fmt: skip
         return chunks
 
+    def usage(self, generation: Generation) -> dict[str, Any]:
+        usage = super().usage(generation)
+        usage["completion_tokens_details"]["reasoning_tokens"] = reasoning_tokens(self.state, self._chat, generation)
+        return usage
+
 
 def as_delta(said: AssistantDelta) -> dict[str, Any]:
     delta: dict[str, Any] = {}
@@ -105,29 +114,6 @@ def new_call(call: CallDelta) -> dict[str, Any]:
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def usable_tools(body: ChatBody, state: ServerState) -> list[Tool]:
-    """The tools that the model may call; with `tool_choice` "none" it is not told of any. Raises ApiError 400."""
-    tools = body.tools or []
-    check_tools(tools, body.tool_choice)
-    if body.tool_choice == "none":
-        return []
-    if tools and state.chat_template.tool_parser is None and state.chat_template:
-        raise ApiError(
-            400,
-            "tools are not supported: nothing is known of how this model writes calls; leave them out, or start the "
-            "server with --tool-call-parser",
-            param="tools",
-            code="unsupported_parameter",
-        )
-    return tools
-
-
-def reader_maker(state: ServerState, tools: list[Tool], chat: RenderedChat) -> Callable[[], AssistantText]:
-    parser = state.chat_template.tool_parser if tools else None
-    parameters = {tool.function.name: tool.schema for tool in tools}
-    return lambda: AssistantText(parser, parameters, chat.reasoning_start)
-
-
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Replies to a conversation."""
     state, arrival = request.app[STATE], time.monotonic()
@@ -139,13 +125,13 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens are one field: give one", param="max_tokens")
-    tools = usable_tools(body, state)
+    tools = usable_tools(state, body.tools or [], body.tool_choice)
     chat = await state.encode_chat(messages_for_template(body.messages), template_options(body, tools))
     changes: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     changes["structured_outputs"] = structured_outputs(
         state.chat_template,
         chat,
-        response_format=body.response_format,
+        format=of_response_format(body.response_format),
         fields=body.structured_outputs,
         tools=tools,
         tool_choice=body.tool_choice,
@@ -164,4 +150,4 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         logprobs_field="top_logprobs",
     )
     generation = Generation(state, [chat.token_ids], [params], cache_salt=body.cache_salt, arrival=arrival)
-    return await send_answer(request, ChatAnswer(state, body, reader_maker(state, tools, chat)), generation)
+    return await send_answer(request, ChatAnswer(state, body, chat, reader_maker(state, tools, chat)), generation)

@@ -88,8 +88,10 @@ class AssistantMessage(Message, tag="assistant", kw_only=True):
         if reasoning is not None:
             fields["reasoning_content"] = reasoning
         if self.tool_calls:
-            calls = enumerate(self.tool_calls)
-            fields["tool_calls"] = [call_for_template(call, f"{path}.tool_calls[{i}]") for i, call in calls]
+            fields["tool_calls"] = [
+                call_for_template(call, f"{path}.tool_calls[{i}].function.arguments")
+                for i, call in enumerate(self.tool_calls)
+            ]
         return fields
 
 
@@ -100,9 +102,11 @@ def join_content(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def call_for_template(call: ToolCall, path: str) -> dict[str, Any]:
-    """Templates write the arguments themselves, in the form the model knows: they want the object, not its JSON."""
-    name = f"{path}.function.arguments"
+def call_for_template(call: ToolCall, name: str) -> dict[str, Any]:
+    """Templates write the arguments themselves, in the form the model knows: they want the object, not its JSON.
+
+    `name`: of the arguments, in errors. Raises ApiError 400.
+    """
     try:
         arguments = msgspec.json.decode(call.function.arguments or "{}")
     except msgspec.DecodeError as error:

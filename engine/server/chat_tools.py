@@ -42,22 +42,25 @@ class NamedTool(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", ta
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
-    """Raise ApiError 400 for names that are wrong, twice there, or chosen and not there."""
+def check_tools(tools: list[Tool], choice: ToolChoice | None, function_path: str) -> None:
+    """Raise ApiError 400 for names that are wrong, twice there, or chosen and not there.
+
+    `function_path`: where the body has a function within its tool, for errors.
+    """
     if len(tools) > MAX_TOOLS:
         raise ApiError(400, f"tools must hold at most {MAX_TOOLS} tools, got {len(tools)}", param="tools")
     for i, tool in enumerate(tools):
-        check_schema(tool.schema, f"tools[{i}].function.parameters")
+        check_schema(tool.schema, f"tools[{i}].{function_path}parameters")
     names = [tool.function.name for tool in tools]
     for i, name in enumerate(names):
-        path = f"tools[{i}].function.name"
+        path = f"tools[{i}].{function_path}name"
         if not NAME.fullmatch(name):
             limit = "1 to 64 letters, digits, dots, dashes or underscores"
             raise ApiError(400, f"{path} must be {limit}, got {name!r}", param=path)
         if name in names[:i]:
             raise ApiError(400, f"{path}: {name!r} is the name of an earlier tool", param=path)
     if isinstance(choice, NamedTool) and choice.function.name not in names:
-        path = "tool_choice.function.name"
+        path = f"tool_choice.{function_path}name"
         raise ApiError(400, f"{path}: {choice.function.name!r} is not one of the tools", param=path)
     if choice == "required" and not tools:
         raise ApiError(400, "tool_choice is required, but there are no tools", param="tool_choice")

@@ -85,10 +85,10 @@ RESPONSE: FieldTable = {
     "metadata": HONOURED,
     "previous_response_id": Refused(NOT_STORED),
     "prompt": Refused("prompt templates are not stored here; send the text as input"),
-    "reasoning": Refused("say it in instructions", ({}, {"effort": "none"}, {"effort": None, "summary": None})),
-    "parallel_tool_calls": Refused("there are no tools to call; " + LEAVE_OUT, (True, False)),
-    "tool_choice": Refused("there are no tools to choose from; " + LEAVE_OUT, ("none", "auto")),
-    "tools": Refused("describe the tools in the prompt and read the calls from the text", ([],)),
+    "reasoning": HONOURED,
+    "parallel_tool_calls": HONOURED,
+    "tool_choice": HONOURED,
+    "tools": HONOURED,
 }
 MESSAGE: FieldTable = {  # of a chat's messages; parts of an answer that clients send back are taken when empty
     "role": HONOURED,

@@ -27,6 +27,10 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: str | None = None
 
+    @classmethod
+    def prepare(cls, raw: dict[str, Any]) -> None:
+        """Make of the raw body, in place, what the types take. Raises ApiError 400 for what they cannot name."""
+
 
 class SamplingBody(Body, forbid_unknown_fields=True, kw_only=True):
     """What the three endpoints that generate have in common."""
@@ -99,6 +103,10 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: str | None = None  # a hint that changes nothing: all requests share one cache
     safety_identifier: str | None = None  # says who asks, like `user`
 
+    @classmethod
+    def prepare(cls, raw: dict[str, Any]) -> None:
+        prepare_messages(raw.get("messages"))
+
 
 class TokenizeBody(Body, forbid_unknown_fields=True, kw_only=True):
     prompt: str | None = None
@@ -108,6 +116,10 @@ class TokenizeBody(Body, forbid_unknown_fields=True, kw_only=True):
     continue_final_message: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @classmethod
+    def prepare(cls, raw: dict[str, Any]) -> None:
+        prepare_messages(raw.get("messages"))
 
 
 def template_options(body: ChatBody | TokenizeBody, tools: list[Tool]) -> TemplateOptions:
@@ -139,17 +151,21 @@ def parse_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
     if not isinstance(raw, dict):
         raise ApiError(400, "the body must be a JSON object")
     drop_neutral(raw, kind.openai_fields, "")
-    messages = raw.get("messages")
-    for index, message in enumerate(messages if isinstance(messages, list) else []):
+    kind.prepare(raw)
+    try:
+        return msgspec.convert(raw, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise validation_error(str(error)) from error
+
+
+def prepare_messages(raw: Any) -> None:
+    """Messages without the parts of an answer that clients send back empty. Raises ApiError 400."""
+    for index, message in enumerate(raw if isinstance(raw, list) else []):
         if isinstance(message, dict):
             drop_neutral(message, MESSAGE, f"messages[{index}].")
             check_parts(message, f"messages[{index}]")
             for name in [name for name, value in message.items() if value is None and name != "content"]:
                 del message[name]
-    try:
-        return msgspec.convert(raw, kind, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise validation_error(str(error)) from error
 
 
 def drop_neutral(raw: dict[str, Any], table: FieldTable, path: str) -> None:
@@ -172,7 +188,7 @@ def validation_error(text: str) -> ApiError:
     """msgspec's text, with the field's name first: "Expected `int`, got `str` - at `$.max_tokens`"."""
     reason, _, path = text.replace(" - at `key` in `$", " - at `$").partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
-    if match := re.match(r"Object (contains unknown|missing required) field `(.*)`", reason):
+    if match := re.match(r"Object (contains unknown|missing required) field `(.*)`", reason, re.DOTALL):
         name = f"{path}.{match[2]}" if path else match[2]
         what = "is not a field of this request" if match[1] == "contains unknown" else "is required"
         code = "unknown_parameter" if match[1] == "contains unknown" else "missing_required_parameter"

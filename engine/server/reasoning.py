@@ -1,5 +1,6 @@
 """Splits `<think>...</think>` from the answer that follows it, a character at a time."""
 
+import bisect
 from collections.abc import Callable
 from typing import Literal
 
@@ -64,3 +65,13 @@ class ReasoningReader:
         if not char.isspace():
             self._read = self._content
             self._content(char)
+
+
+def num_reasoning_tokens(decode: Callable[[list[int]], str], token_ids: list[int], start: ReasoningStart) -> int:
+    """How many of a reply's tokens belong to its reasoning, up to the one that completes the close tag."""
+    text = decode(token_ids)
+    if start == "behind" or (start == "before" and not text.lstrip().startswith(OPEN)):
+        return 0
+    if CLOSE not in text:
+        return len(token_ids)
+    return bisect.bisect_left(range(len(token_ids)), True, key=lambda count: CLOSE in decode(token_ids[:count]))

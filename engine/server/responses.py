@@ -1,92 +1,84 @@
-"""/v1/responses: one assistant message a response, whole or as OpenAI's typed events. Nothing is stored."""
+"""/v1/responses: a reply's reasoning, text and calls as items, whole or as OpenAI's typed events. Nothing is stored."""
 
 import time
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from mambalign.engine.messages import EngineOutput, TokenLogprobs
-from mambalign.engine.server.answer import Answer, event, send_answer
-from mambalign.engine.server.chat_template import TemplateOptions
+from mambalign.engine.server.answer import Answer, check_stream_options, event, send_answer
+from mambalign.engine.server.assistant_text import AssistantText
+from mambalign.engine.server.chat_template import RenderedChat
 from mambalign.engine.server.errors import ApiError
 from mambalign.engine.server.generation import Choice, Generation, fit_params
 from mambalign.engine.server.protocol import parse_body
+from mambalign.engine.server.reply import reader_maker, reasoning_tokens, usable_tools
 from mambalign.engine.server.response_body import ResponseBody
+from mambalign.engine.server.response_items import Event, OutputItems, join_deltas
 from mambalign.engine.server.state import STATE, ServerState
+from mambalign.engine.server.structured import structured_outputs
 from mambalign.engine.server.token_text import chat_logprobs
+
+FIELDS_OF_CHATS = {"messages": "input", "reasoning_effort": "reasoning.effort"}  # which are called otherwise here
 
 
 class ResponseAnswer(Answer):
-    """The response object and its stream: created, in progress, one message with one text, completed."""
+    """The response object and its stream: created, in progress, each item as it is written, completed."""
 
-    def __init__(self, state: ServerState, body: ResponseBody):
+    def __init__(self, state: ServerState, body: ResponseBody, chat: RenderedChat, reader: AssistantText):
         super().__init__(state, body, "resp")
-        self._item_id = "msg" + self.id.removeprefix("resp")
+        self._chat = chat
+        self._items = OutputItems(reader)
         self._num_events = 0
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         (choice,) = generation.choices
-        status = "incomplete" if choice.finish_reason == "length" else "completed"
-        return self._response(status, [self._item(status, self._part(choice))], generation)
+        self._items.read(choice.text, self._logprobs(choice.token_ids, choice.logprobs))
+        return self._ended(generation)[1]
 
     def begin(self) -> list[bytes]:
-        response = self._response("in_progress", [])
-        return [
-            self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
-            self._event("response.output_item.added", output_index=0, item=self._item("in_progress")),
-            self._in_part("response.content_part.added", part=self._part()),
-        ]
+        response = self._response("in_progress")
+        return self._encode(
+            [{"type": f"response.{kind}", "response": response} for kind in ("created", "in_progress")]
+        )
 
     def news(self, choice: Choice, output: EngineOutput) -> list[bytes]:
         logprobs = self._logprobs(output.new_token_ids, output.new_logprobs)
-        if not output.new_text and not logprobs:
-            return []
-        return [self._in_part("response.output_text.delta", delta=output.new_text, logprobs=logprobs)]
+        return self._encode(join_deltas(self._items.read(output.new_text, logprobs)))
 
     def end(self, generation: Generation) -> list[bytes]:
-        whole = self.whole(generation)
-        (item,) = whole["output"]
-        (part,) = item["content"]
-        return [
-            self._in_part("response.output_text.done", text=part["text"], logprobs=part["logprobs"]),
-            self._in_part("response.content_part.done", part=part),
-            self._event("response.output_item.done", output_index=0, item=item),
-            self._event(f"response.{whole['status']}", response=whole),
-        ]
+        events, response = self._ended(generation)
+        return self._encode([*events, {"type": f"response.{response['status']}", "response": response}])
 
     def failed(self, error: ApiError, generation: Generation) -> list[bytes]:
-        item = self._item("incomplete", self._part(generation.choices[0]))
-        response = self._response("failed", [item], generation)
+        self._items.finish("incomplete")
+        response = self._response("failed", generation)
         response["error"] = {"code": "server_error", "message": error.message}
-        return [self._event("response.failed", response=response)]
+        return self._encode([{"type": "response.failed", "response": response}])
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        self._num_events += 1
-        return event({"type": kind, "sequence_number": self._num_events - 1, **fields}, kind)
+    def _ended(self, generation: Generation) -> tuple[list[Event], dict[str, Any]]:
+        """The last events of the items, and the response as it then is."""
+        status = "incomplete" if generation.choices[0].finish_reason == "length" else "completed"
+        return join_deltas(self._items.finish(status)), self._response(status, generation)
 
-    def _in_part(self, kind: str, **fields: Any) -> bytes:
-        return self._event(kind, item_id=self._item_id, output_index=0, content_index=0, **fields)
+    def _encode(self, events: list[Event]) -> list[bytes]:
+        encoded = []
+        for each in events:
+            encoded.append(event({"sequence_number": self._num_events, **each}, each["type"]))
+            self._num_events += 1
+        return encoded
 
     def _logprobs(self, ids: list[int], logprobs: list[TokenLogprobs] | None) -> list[dict[str, Any]]:
         if not self.body.wants_logprobs or not logprobs:
             return []
         return chat_logprobs(self.state.token_text, ids, logprobs, self.body.top_logprobs or 0)["content"]
 
-    def _part(self, choice: Choice | None = None) -> dict[str, Any]:
-        """The message's text; empty while there is no choice yet."""
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        if choice is not None:
-            part |= {"text": choice.text, "logprobs": self._logprobs(choice.token_ids, choice.logprobs)}
-        return part
-
-    def _item(self, status: str, *parts: dict[str, Any]) -> dict[str, Any]:
-        message = {"id": self._item_id, "type": "message", "role": "assistant"}
-        return message | {"status": status, "content": list(parts)}
-
-    def _response(self, status: str, output: list[Any], generation: Generation | None = None) -> dict[str, Any]:
+    def _response(self, status: str, generation: Generation | None = None) -> dict[str, Any]:
         """The response object: what was asked, at the values that hold, and what came."""
         body, is_cut = self.body, status == "incomplete"
+        text_format = (body.text and body.text.format) or {"type": "text"}
+        choice = body.tool_choice or "auto"
         return {
             "id": self.id,
             "object": "response",
@@ -99,36 +91,36 @@ class ResponseAnswer(Answer):
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "model": self.state.model_name,
-            "output": output,
+            "output": self._items.whole(),
             "background": False,
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": body.prompt_cache_key,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "none",
-            "tools": [],
+            "text": {"format": msgspec.to_builtins(text_format)},
+            "tool_choice": msgspec.to_builtins(choice),
+            "tools": [msgspec.to_builtins(tool) | {"strict": tool.strict is not False} for tool in body.tools or []],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
-            "usage": None if generation is None else response_usage(generation),
+            "usage": None if generation is None else self.usage(generation),
             "user": body.user,
         }
 
-
-def response_usage(generation: Generation) -> dict[str, Any]:
-    usage = generation.usage()
-    return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},  # nothing is billed
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0, **usage["completion_tokens_details"]},
-        "total_tokens": usage["total_tokens"],
-    }
+    def usage(self, generation: Generation) -> dict[str, Any]:
+        usage = generation.usage()
+        reasoning = {"reasoning_tokens": reasoning_tokens(self.state, self._chat, generation)}
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},  # nothing is billed
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": reasoning | usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+        }
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
@@ -137,24 +129,41 @@ async def responses(request: web.Request) -> web.StreamResponse:
     body = parse_body(await request.read(), ResponseBody)
     state.check_model(body.model)
     state.require_ready()
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+    check_stream_options(body)
     body.check()
+    tools = usable_tools(state, body.chat_tools, body.chat_tool_choice, function_path="")
     try:
-        prompt = (await state.encode_chat(body.messages(), TemplateOptions())).token_ids
+        chat = await state.encode_chat(body.messages(), body.template_options(tools))
     except ApiError as error:
-        if error.param == "messages":  # which are called otherwise here
-            error.param, error.message = "input", error.message.replace("messages", "input", 1)
+        if name := FIELDS_OF_CHATS.get(error.param):
+            error.message = error.message.replace(error.param, name, 1)
+            error.param = name
         raise
+    reader = reader_maker(state, tools, chat)()
+    if body.wants_logprobs and not reader.is_plain:
+        message = "include: log-probabilities are given where the reply is text alone, without tools or reasoning"
+        raise ApiError(400, message, param="include")
+    changes: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.wants_logprobs else None}
+    changes["structured_outputs"] = structured_outputs(
+        state.chat_template,
+        chat,
+        format=body.format,
+        fields=body.structured_outputs,
+        tools=tools,
+        tool_choice=body.chat_tool_choice,
+        parallel=body.parallel_tool_calls is not False,
+    )
+    if not state.chat_template.shows_as_text(tools=bool(tools)):
+        changes["skip_special_tokens"] = False
     params = fit_params(
         state,
-        body.sampling_params(logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None),
-        prompt,
+        body.sampling_params(**changes),
+        chat.token_ids,
         prompt_field="input",
         max_tokens=body.max_output_tokens,
         default_max_tokens=None,
         max_tokens_field="max_output_tokens",
         logprobs_field="top_logprobs",
     )
-    generation = Generation(state, [prompt], [params], cache_salt=body.cache_salt, arrival=arrival)
-    return await send_answer(request, ResponseAnswer(state, body), generation)
+    generation = Generation(state, [chat.token_ids], [params], cache_salt=body.cache_salt, arrival=arrival)
+    return await send_answer(request, ResponseAnswer(state, body, chat, reader), generation)

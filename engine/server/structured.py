@@ -76,7 +76,7 @@ def structured_outputs(
     template: ChatTemplate,
     chat: RenderedChat,
     *,
-    response_format: ResponseFormat | None,
+    format: StructuredOutputs | None,
     fields: StructuredFields | None,
     tools: list[Tool],
     tool_choice: ToolChoice | None,
@@ -84,12 +84,14 @@ def structured_outputs(
 ) -> StructuredOutputs | None:
     """The grammar of a chat, behind the reasoning if the reply may begin with one.
 
+    `format`: what the endpoint's own field for it says; `fields`: `structured_outputs`, which all endpoints have.
     With a format and tools that may be called, the reply is either. Raises ApiError 400 for what contradicts itself.
     """
-    formats = [of_response_format(response_format), fields.wanted() if fields is not None else None]
+    formats = [format, fields.wanted() if fields is not None else None]
     if None not in formats:
-        message = "response_format and structured_outputs each say what the whole reply must be: give one"
-        raise ApiError(400, message, param="response_format")
+        name = format.field.partition(".")[0]
+        message = f"{name} and structured_outputs each say what the whole reply must be: give one"
+        raise ApiError(400, message, param=name)
     wanted = formats[0] or formats[1]
     calls = of_tools(template, tools, tool_choice, parallel, is_whole_reply=wanted is not None)
     if wanted is not None and calls is not None:
