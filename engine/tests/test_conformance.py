@@ -91,6 +91,13 @@ ROWS: dict[str, dict[str, Row]] = {
         "metadata": Row([{}, {"a": "b"}], [{"a": 1}, {"k" * 65: ""}, {"k": "v" * 513}, *NO_OBJECT]),
         "include": Row([[], [INCLUDE_LOGPROBS]], [["x"], [7], 7, "x", {}]),
         "text": Row([{}, {"format": {"type": "text"}}], [{"format": {"type": "x"}}, {"verbosity": "low"}, *NO_OBJECT]),
+        "reasoning": Row(
+            [{}, {"effort": "none"}, {"effort": None, "summary": None}],
+            [{"effort": "high"}, {"effort": "x"}, {"summary": "auto"}, {"other": 1}, *NO_OBJECT],
+        ),
+        "tools": Row([[]], [[{"type": "function", "name": "f"}], [{"type": "web_search"}], [7], *NO_OBJECT[:2], {}]),
+        "tool_choice": Row(["none", "auto"], ["required", "any", 7, {"type": "x"}]),
+        "parallel_tool_calls": FLAG,
         "truncation": Row(["disabled"], ["auto", *NO_TEXT]),
         "top_logprobs": Row([0, 20], [-1, 21, *NO_INT], {"include": [INCLUDE_LOGPROBS]}),
         "prompt_cache_key": TEXT,

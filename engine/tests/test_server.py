@@ -8,11 +8,11 @@ from pathlib import Path
 
 import openai
 import pytest
-from fake_core import EOS, MAX_MODEL_LEN, make_checkpoint
+from fake_core import EOS, MAX_MODEL_LEN, SPECIAL, make_checkpoint
 from server_process import ServerProcess, call, metrics_text
 
 PROMPT = "def f(x):"
-VOCAB = 261
+VOCAB = len(SPECIAL) + 256
 
 
 @pytest.fixture(scope="module")
