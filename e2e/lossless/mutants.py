@@ -130,7 +130,7 @@ MUTANTS = [
     Mutant(
         "published past the stop",
         SCHEDULER,
-        "num_committed = min(request.num_computed_tokens, request.num_tokens)",
+        "num_committed = min(request.num_computed_tokens, self.cache.num_cacheable(request))",
         "num_committed = request.num_computed_tokens",
     ),
     Mutant(
