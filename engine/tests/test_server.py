@@ -12,7 +12,7 @@ from fake_core import EOS, MAX_MODEL_LEN, make_checkpoint
 from server_process import ServerProcess, call, metrics_text
 
 PROMPT = "def f(x):"
-VOCAB = 261
+VOCAB = 262
 
 
 @pytest.fixture(scope="module")
