@@ -31,6 +31,10 @@ NO_OBJECT = [7, "x", [], True]
 TEXT, FLAG = Row(["", "me", "é€"], NO_TEXT), Row([True, False], NO_FLAG)
 PENALTY = Row([-2, 0, 0.5, 2], [-2.1, 2.1, *NO_NUMBER])
 USER_TURN = {"role": "user", "content": "ab"}
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+CALL_OUTPUT = {"type": "function_call_output", "call_id": "1", "output": "x"}
+REASONING = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]}
+RESPONSE_FORMAT = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
 
 SAMPLING = {
     "model": Row(["tiny"], NO_TEXT),
@@ -85,7 +89,10 @@ ROWS: dict[str, dict[str, Row]] = {
         "safety_identifier": TEXT,
     },
     "/v1/responses": SAMPLING | {
-        "input": Row(["x", [USER_TURN], [USER_TURN | {"type": "message"}]], [[], [7], [{"role": "x"}], 7, {}, None]),
+        "input": Row(
+            ["x", [USER_TURN], [USER_TURN | {"type": "message"}], [CALL, CALL_OUTPUT], [REASONING, USER_TURN]],
+            [[], [7], [{"role": "x"}], [CALL_OUTPUT], [CALL | {"arguments": "["}], [{"type": "x"}], 7, {}, None],
+        ),
         "instructions": TEXT,
         "max_output_tokens": Row([1, 200], [0, -1, 999, *NO_INT]),
         "metadata": Row([{}, {"a": "b"}], [{"a": 1}, {"k" * 65: ""}, {"k": "v" * 513}, *NO_OBJECT]),
