@@ -155,16 +155,21 @@ class ScriptedEngine:
 
     def run(self, prompts: Sequence[list[int]], scripts: Sequence[list[Drafts]], num_tokens: int) -> None:
         """Run all at once, from an empty cache, and check the texts; `num_tokens` is more than any script brings."""
-        self.client.reset_prefix_cache()
-        self._scripts = {tuple(prompt): script for prompt, script in zip(prompts, scripts, strict=True)}
         beyond = self.core.spec_tokens + 1  # drafts reach past the end of what is asked for
-        self._texts = {key: self.oracle.expected(key, num_tokens + beyond).token_ids for key in self._scripts}
-        self.steps, self._num_samples = {}, {}
+        texts = [self.oracle.expected(prompt, num_tokens + beyond).token_ids for prompt in prompts]
+        self.write(prompts, scripts, texts)
         asks = [Ask(prompt, num_tokens, logprobs=True) for prompt in prompts]
         for ask, answer in zip(asks, self.client.run(asks), strict=True):
             (choice,) = answer.choices
             self.oracle.assert_text(ask.prompt, choice.token_ids, choice.logprobs, f"script {self._scripts}")
         self.client.assert_idle()
+
+    def write(self, prompts: Sequence[list[int]], scripts: Sequence[list[Drafts]], texts: Sequence[list[int]]) -> None:
+        """Empty the cache, and let these scripts and true texts hold for the next that is asked about the prompts."""
+        self.client.reset_prefix_cache()
+        self._scripts = {tuple(prompt): script for prompt, script in zip(prompts, scripts, strict=True)}
+        self._texts = {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}
+        self.steps, self._num_samples = {}, {}
 
     def cached_state(self, token_ids: Sequence[int]) -> list[torch.Tensor] | None:
         """Bytes of every state that the cache holds after exactly these tokens; None if it holds none."""
