@@ -63,6 +63,21 @@ def test_json(client: openai.OpenAI, how: dict) -> None:
     assert streamed == texts
 
 
+def test_responses_follow_formats_and_call_tools(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": "default", "input": "a file", "max_output_tokens": 200, "temperature": 0}
+    wanted = {"format": {"type": "json_schema", "name": "thing", "schema": SCHEMA}}
+    answer = client.responses.create(**fields, text=wanted)
+    assert answer.status == "completed"
+    check(json.loads(answer.output_text))
+    with client.responses.stream(**fields, text=wanted) as stream:
+        assert "".join(e.delta for e in stream if e.type == "response.output_text.delta") == answer.output_text
+    tools = [{"type": "function", "name": "save", "parameters": SCHEMA, "strict": True}]
+    called = client.responses.create(**fields, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    (call_item,) = (item for item in called.output if item.type == "function_call")
+    assert call_item.name == "save"
+    check(json.loads(call_item.arguments))
+
+
 def test_json_object_and_the_other_forms(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**ASK, response_format={"type": "json_object"}, temperature=0)
     text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
