@@ -42,7 +42,7 @@ class NamedTool(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", ta
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-def check_tools(tools: list[Tool], choice: ToolChoice | None, function_path: str) -> None:
+def check_tools(tools: list[Tool], choice: ToolChoice | None, function_path: str = "function.") -> None:
     """Raise ApiError 400 for names that are wrong, twice there, or chosen and not there.
 
     `function_path`: where the body has a function within its tool, for errors.
