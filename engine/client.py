@@ -260,7 +260,7 @@ class EngineClient:
         if self._process.returncode is None:
             self._send(Stop())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), STOP_SECONDS if drain else 0.5)
+                await asyncio.wait_for(self._process.wait(), STOP_SECONDS if drain and not self.stalled else 0.5)
         if self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
@@ -324,29 +324,37 @@ class EngineClient:
         self._dead.set()
 
     async def _watch_heartbeat(self) -> None:
-        """End the requests of a process that is stopped, or starved; it may load for as long as it likes."""
-        last = time.monotonic()
+        """End the requests of a process that is stopped, or starved; it may load for as long as it likes.
+
+        Counts looks, not time: while this process is stopped as well (Ctrl-Z and fg), nobody was silent.
+        """
+        silent_looks = 0
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             is_beating = False
             with contextlib.suppress(BlockingIOError):
                 is_beating = bool(os.read(self._heartbeat, 1 << 16))
             if is_beating or self.ready is None:
-                last, self.stalled = time.monotonic(), None
-            elif self.stalled is None and time.monotonic() - last > self._stall_seconds:
+                silent_looks, self.stalled = 0, None
+                continue
+            silent_looks += 1
+            if self.stalled is None and silent_looks * HEARTBEAT_SECONDS > self._stall_seconds:
                 text = f"the engine process has shown no sign of life for {self._stall_seconds:g} s"
                 self.stalled = EngineStalledError(text)
-                for mailbox in set(self._mailboxes.values()):
-                    mailbox.put(self.stalled)
+                self._end_all(self.stalled)
 
-    def _fail(self, error: EngineDeadError | ConfigError) -> None:
-        """Nothing can run any more: end every request and call with `error`. The first reason stands."""
-        self.error = self.error or error
+    def _end_all(self, error: EngineDeadError | ConfigError) -> None:
+        """End every request and call with `error`."""
         for mailbox in set(self._mailboxes.values()):
-            mailbox.put(self.error)
+            mailbox.put(error)
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(self.error)
+                future.set_exception(error)
+
+    def _fail(self, error: EngineDeadError | ConfigError) -> None:
+        """Nothing can run any more: end everything. The first reason stands."""
+        self.error = self.error or error
+        self._end_all(self.error)
         self._mailboxes.clear()
         if not self._started.done():
             self._started.set_exception(self.error)

@@ -97,6 +97,38 @@ def test_a_stopped_engine_ends_its_requests_and_may_go_on(server: ServerProcess)
     wait_until(lambda: server.metrics()["num_requests_running"] == 0)
 
 
+def test_calls_to_a_stopped_engine_end_and_so_does_its_server(fake_model: Path) -> None:
+    """A call that waited for ever would keep a drained stop from ending."""
+    with ServerProcess(fake_model, "--engine-timeout", "2", program="fake_core.py") as server:
+        url, pid = server.url, server.engine_pid()
+        os.kill(pid, signal.SIGSTOP)
+        status, answer = call(f"{url}/reset_prefix_cache", {})
+        assert status == 503 and "no sign of life" in answer["error"]["message"]
+        assert server.stop() == 0, server.output
+
+
+def test_a_server_stopped_with_its_engine_goes_on_with_it(fake_model: Path) -> None:
+    """Ctrl-Z and fg: the engine's silence is counted only while the server itself runs."""
+    with ServerProcess(fake_model, "--engine-timeout", "3", program="fake_core.py") as server:
+        asked = {"prompt": "<slow>abc", "max_tokens": 200}
+        url, pids = server.url, (server.process.pid, server.engine_pid())
+        answers: list[tuple[int, object]] = []
+        whole = threading.Thread(target=lambda: answers.append(call(f"{url}/v1/completions", asked)))
+        whole.start()
+        wait_until(lambda: server.metrics()["num_requests_running"] == 1)
+        for pid in reversed(pids):  # the engine first: the server has then read its last beat
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.6)
+        time.sleep(3.5)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.2)
+        whole.join(60)
+        (status, answer) = answers[0]
+        assert status == 200 and answer["usage"]["completion_tokens"] == 200
+        assert call(f"{url}/health")[0] == 200
+
+
 def test_resets_in_the_middle_of_a_stream_touch_nobody_else(server: ServerProcess) -> None:
     asked = {"prompt": "<slow>abcdefg", "max_tokens": 60}
     alone = call(f"{server.url}/v1/completions", asked)[1]["choices"]
