@@ -21,6 +21,7 @@ import zmq
 
 from mambalign.engine.config import ConfigError, EngineConfig
 from mambalign.engine.messages import EngineOutput, EngineRequest
+from mambalign.engine.output import output_that_never_blocks
 
 DEFAULT_CORE = "mambalign.engine.core:EngineCore"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -177,7 +178,7 @@ def serve(core: Any, socket: zmq.Socket, send: Callable[[FromEngine], None]) -> 
         text = f"the engine failed: {type(error).__name__}: {error}"
         loop.fail_live(text)
         send(Failed(text))
-        traceback.print_exc()  # last: the log may be full
+        traceback.print_exc()
         return 1
     return 0
 
@@ -202,9 +203,15 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     size = int(sys.stdin.buffer.readline())
     hello = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=Hello)
-    logging.basicConfig(level=hello.log_level.upper(), format=LOG_FORMAT)
     threading.Thread(target=exit_with_parent, daemon=True).start()
     threading.Thread(target=beat, args=(hello.heartbeat_fd,), daemon=True).start()
+    with output_that_never_blocks():
+        logging.basicConfig(level=hello.log_level.upper(), format=LOG_FORMAT)
+        return run(hello)
+
+
+def run(hello: Hello) -> int:
+    """Connect, load, serve. Returns the exit code."""
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)  # outputs are never dropped, and a slow reader never stalls the loop

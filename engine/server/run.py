@@ -19,6 +19,7 @@ from mambalign.engine.checkpoint import load_tokenizer
 from mambalign.engine.client import EngineClient, EngineError
 from mambalign.engine.config import CheckpointFacts, ConfigError, EngineConfig, ServerConfig
 from mambalign.engine.core_process import DEFAULT_CORE, LOG_FORMAT, Ready
+from mambalign.engine.output import output_that_never_blocks
 from mambalign.engine.server.access import AccessLog, make_access_logger
 from mambalign.engine.server.app import make_app
 from mambalign.engine.server.chat_template import ChatTemplate
@@ -30,8 +31,6 @@ LAST_ANSWERS_SECONDS = 1.0  # a dead engine's server lives on so long, to say so
 
 def run_server(config: EngineConfig, server: ServerConfig, facts: CheckpointFacts, *, core: str = DEFAULT_CORE) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0 after a drained stop, 1 for a failure, 2 for a refused option."""
-    logging.basicConfig(level=server.log_level.upper(), format=LOG_FORMAT)
-    server_logger.addFilter(is_ours)
 
     async def run() -> int:
         try:
@@ -41,22 +40,19 @@ def run_server(config: EngineConfig, server: ServerConfig, facts: CheckpointFact
             return 2
         return await made.run()
 
-    return asyncio.run(run())
+    with output_that_never_blocks():
+        logging.basicConfig(level=server.log_level.upper(), format=LOG_FORMAT)
+        server_logger.addFilter(is_ours)
+        return asyncio.run(run())
 
 
 def say(text: str) -> None:
-    """A line for who started the server; what nobody can take (a full disk, a closed pipe) is no reason to stop."""
-    try:
-        print(text, flush=True)
-    except OSError:
-        sys.stdout = open(os.devnull, "w")  # what is left in the old one's buffer would fail at exit
+    """A line for who started the server."""
+    print(text, flush=True)
 
 
 def complain(text: str) -> None:
-    try:
-        print(f"serve: error: {text}", file=sys.stderr, flush=True)
-    except OSError:
-        sys.stderr = open(os.devnull, "w")
+    print(f"serve: error: {text}", file=sys.stderr, flush=True)
 
 
 def is_ours(record: logging.LogRecord) -> bool:

@@ -205,19 +205,35 @@ def test_bodies_that_mean_harm(server: ServerProcess, body: bytes, headers: dict
     assert "error" in json.loads(answer.partition("\r\n\r\n")[2])
 
 
-@pytest.mark.parametrize("kind", ["full disk", "closed pipe"])
-def test_a_log_that_nobody_takes_stops_nothing(fake_model: Path, kind: str) -> None:
+@contextlib.contextmanager
+def useless_log(kind: str) -> Iterator[int]:
+    """A file descriptor to write to that takes nothing."""
+    if kind == "full disk":
+        fds = [os.open("/dev/full", os.O_WRONLY)]
+    else:
+        fds = list(reversed(os.pipe()))
+    if kind == "closed pipe":
+        os.close(fds.pop())
+    if kind == "unread pipe":
+        os.set_blocking(fds[0], False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(fds[0], b"x" * 4096)
+        os.set_blocking(fds[0], True)
+    try:
+        yield fds[0]
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+@pytest.mark.parametrize("end", ["crash", "stop"])
+@pytest.mark.parametrize("kind", ["full disk", "closed pipe", "unread pipe"])
+def test_a_log_that_nobody_takes_stops_nothing(fake_model: Path, kind: str, end: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, Path(__file__).parent / "fake_core.py", fake_model, "--port", str(port)]
-    if kind == "full disk":
-        log = os.open("/dev/full", os.O_WRONLY)
-    else:
-        reader, log = os.pipe()
-        os.close(reader)
-    process = subprocess.Popen(command, stdout=log, stderr=log)
-    os.close(log)
     url = f"http://127.0.0.1:{port}"
 
     def is_up() -> bool:
@@ -226,38 +242,21 @@ def test_a_log_that_nobody_takes_stops_nothing(fake_model: Path, kind: str) -> N
             return call(f"{url}/health")[0] == 200
         return False
 
-    try:
-        wait_until(is_up, 120)
-        for _ in range(3):
-            assert call(f"{url}/v1/completions", {"prompt": "abc", "max_tokens": 3})[0] == 200
-        status, answer = call(f"{url}/v1/completions", {"prompt": "<crash>"})
-        assert status == 500 and "told to crash" in answer["error"]["message"]
-        assert process.wait(60) == 1
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_a_drained_stop_with_a_full_log_leaves_with_0(fake_model: Path) -> None:
-    with open("/dev/full", "w") as full, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        command = [sys.executable, Path(__file__).parent / "fake_core.py", fake_model, "--port", str(port)]
-        process = subprocess.Popen(command, stdout=full, stderr=full)
-    try:
-
-        def is_up() -> bool:
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                return call(f"http://127.0.0.1:{port}/health")[0] == 200
-            return False
-
-        wait_until(is_up, 120)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
+    with useless_log(kind) as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            wait_until(is_up, 120)
+            for _ in range(3):
+                assert call(f"{url}/v1/completions", {"prompt": "abc", "max_tokens": 3})[0] == 200
+            if end == "crash":
+                status, answer = call(f"{url}/v1/completions", {"prompt": "<crash>"})
+                assert status == 500 and "told to crash" in answer["error"]["message"]
+            else:
+                process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == (1 if end == "crash" else 0)
+        finally:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize("word", ["<memory>", "<start>"])
