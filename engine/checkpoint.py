@@ -41,7 +41,7 @@ def locate(model: str | None, *, weights: bool = True) -> Path:
 def read_facts(model: str | None, path: Path) -> CheckpointFacts:
     """Read `path/config.json`. Raises ConfigError if it is missing or lacks what the engine needs."""
     try:
-        config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads(_plain_file(path / "config.json").read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError(f"a JSON object is needed, not {type(config).__name__}")
     except (OSError, ValueError, RecursionError) as error:
@@ -60,6 +60,13 @@ def read_facts(model: str | None, path: Path) -> CheckpointFacts:
         vocab_size=text["vocab_size"],
         num_mtp_layers=_num_mtp_layers(text, path),
     )
+
+
+def _plain_file(path: Path) -> Path:
+    """`path`, or OSError where reading would wait for ever (a FIFO) or never end (a device)."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path.name} is no plain file")
+    return path
 
 
 def _num_mtp_layers(text: dict[str, Any], path: Path) -> int:
@@ -95,6 +102,8 @@ def checkpoint_name(model: str | None, path: Path) -> str:
 def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
     """The checkpoint's tokenizer, chat template included. Raises ConfigError if it has none."""
     try:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            _plain_file(path / name)
         if has_plain_tokenizer(path):
             from transformers import PreTrainedTokenizerFast  # unlike AutoTokenizer it imports no torch
 

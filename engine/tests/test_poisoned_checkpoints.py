@@ -64,6 +64,14 @@ def index_of(name: str) -> Callable[[Path], None]:
     return poison
 
 
+def fifo(name: str) -> Callable[[Path], None]:
+    def poison(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return poison
+
+
 def pickled(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
 
@@ -91,6 +99,9 @@ POISONS: dict[str, tuple[Callable[[Path], None], str]] = {
     "absurd size": (with_config(intermediate_size=10**12), "of the wrong shape"),
     "negative size": (with_config(hidden_size=-1), "of the wrong shape"),
     "no layers": (with_config(hybrid_override_pattern="", layers_block_type=[], num_hidden_layers=0), "config.json"),
+    "config that never comes": (fifo("config.json"), "config.json is no plain file"),
+    "weights that never come": (fifo(WEIGHTS), "holds neither"),
+    "tokenizer that never comes": (fifo("tokenizer.json"), "tokenizer.json is no plain file"),
     "tokenizer of garbage": (with_text("tokenizer.json", "\x00" * 50), "cannot load its tokenizer"),
     "tokenizer settings of garbage": (with_text("tokenizer_config.json", "[]"), "cannot load its tokenizer"),
 }
