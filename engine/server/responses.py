@@ -39,9 +39,7 @@ class ResponseAnswer(Answer):
 
     def begin(self) -> list[bytes]:
         response = self._response("in_progress")
-        return self._encode(
-            [{"type": f"response.{kind}", "response": response} for kind in ("created", "in_progress")]
-        )
+        return self._encode([{"type": f"response.{kind}", "response": response} for kind in ("created", "in_progress")])
 
     def news(self, choice: Choice, output: EngineOutput) -> list[bytes]:
         logprobs = self._logprobs(output.new_token_ids, output.new_logprobs)
