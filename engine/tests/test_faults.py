@@ -109,7 +109,7 @@ def test_calls_to_a_stopped_engine_end_and_so_does_its_server(fake_model: Path) 
 
 def test_a_server_stopped_with_its_engine_goes_on_with_it(fake_model: Path) -> None:
     """Ctrl-Z and fg: the engine's silence is counted only while the server itself runs."""
-    with ServerProcess(fake_model, "--engine-timeout", "3", program="fake_core.py") as server:
+    with ServerProcess(fake_model, "--engine-timeout", "6", program="fake_core.py") as server:
         asked = {"prompt": "<slow>abc", "max_tokens": 200}
         url, pids = server.url, (server.process.pid, server.engine_pid())
         answers: list[tuple[int, object]] = []
@@ -119,7 +119,7 @@ def test_a_server_stopped_with_its_engine_goes_on_with_it(fake_model: Path) -> N
         for pid in reversed(pids):  # the engine first: the server has then read its last beat
             os.kill(pid, signal.SIGSTOP)
             time.sleep(0.6)
-        time.sleep(3.5)
+        time.sleep(7)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
             time.sleep(0.2)
