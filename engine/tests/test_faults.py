@@ -26,7 +26,7 @@ LONG = {"prompt": PROMPT, "max_tokens": 200, "stream": True}
 
 @pytest.fixture(scope="module")
 def server(fake_model: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(fake_model, "--engine-timeout", "2", "--read-timeout", "1", program="fake_core.py") as server:
+    with ServerProcess(fake_model, "--engine-timeout", "4", "--read-timeout", "1", program="fake_core.py") as server:
         yield server
         assert server.process.poll() is None, server.output
         assert call(f"{server.url}/v1/completions", {"prompt": "abc", "max_tokens": 3})[0] == 200
@@ -79,7 +79,7 @@ def test_a_stopped_engine_ends_its_requests_and_may_go_on(server: ServerProcess)
         whole.join(60)
         assert time.monotonic() - started < 30
         (status, answer) = answers[0]
-        assert status == 503 and "no sign of life for 2 s" in answer["error"]["message"]
+        assert status == 503 and "no sign of life for 4 s" in answer["error"]["message"]
         for stream in streams:
             stream.settimeout(60)
             text = stream.recv(1 << 20).decode()
