@@ -18,9 +18,9 @@ from mambalign.engine.server.chat_tools import NamedTool
 from mambalign.engine.server.errors import ApiError
 from mambalign.engine.server.generation import Choice, Generation, fit_params
 from mambalign.engine.server.protocol import ChatBody, parse_body, template_options
-from mambalign.engine.server.reply import reader_maker, reasoning_tokens, usable_tools
+from mambalign.engine.server.reply import reader_maker, reasoning_tokens, reply_params, usable_tools
 from mambalign.engine.server.state import STATE, ServerState
-from mambalign.engine.server.structured import of_response_format, structured_outputs
+from mambalign.engine.server.structured import of_response_format
 from mambalign.engine.server.token_text import chat_logprobs
 
 
@@ -127,21 +127,18 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         raise ApiError(400, "max_tokens and max_completion_tokens are one field: give one", param="max_tokens")
     tools = usable_tools(state, body.tools or [], body.tool_choice)
     chat = await state.encode_chat(messages_for_template(body.messages), template_options(body, tools))
-    changes: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
-    changes["structured_outputs"] = structured_outputs(
-        state.chat_template,
+    params = reply_params(
+        state,
+        body,
         chat,
+        tools,
+        body.tool_choice,
         format=of_response_format(body.response_format),
-        fields=body.structured_outputs,
-        tools=tools,
-        tool_choice=body.tool_choice,
-        parallel=body.parallel_tool_calls is not False,
+        wants_logprobs=bool(body.logprobs),
     )
-    if not state.chat_template.shows_as_text(tools=bool(tools)):
-        changes["skip_special_tokens"] = False
     params = fit_params(
         state,
-        body.sampling_params(**changes),
+        params,
         chat.token_ids,
         prompt_field="messages",
         max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,

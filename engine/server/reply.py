@@ -1,14 +1,19 @@
 """What the endpoints that render a conversation have in common: usable tools, the reader of a reply, its tokens."""
 
 from collections.abc import Callable
+from typing import Any
 
 from mambalign.engine.server.assistant_text import AssistantText
 from mambalign.engine.server.chat_template import RenderedChat
 from mambalign.engine.server.chat_tools import Tool, ToolChoice, check_tools
 from mambalign.engine.server.errors import ApiError
 from mambalign.engine.server.generation import Generation
+from mambalign.engine.server.protocol import ChatBody
 from mambalign.engine.server.reasoning import num_reasoning_tokens
+from mambalign.engine.server.response_body import ResponseBody
 from mambalign.engine.server.state import ServerState
+from mambalign.engine.server.structured import structured_outputs
+from mambalign.worker.sampling_params import SamplingParams, StructuredOutputs
 
 
 def usable_tools(
@@ -30,6 +35,32 @@ def usable_tools(
             code="unsupported_parameter",
         )
     return tools
+
+
+def reply_params(
+    state: ServerState,
+    body: ChatBody | ResponseBody,
+    chat: RenderedChat,
+    tools: list[Tool],
+    choice: ToolChoice | None,
+    *,
+    format: StructuredOutputs | None,
+    wants_logprobs: bool,
+) -> SamplingParams:
+    """The body's parameters, with the grammar that the reply must follow. Raises ApiError 400."""
+    changes: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if wants_logprobs else None}
+    changes["structured_outputs"] = structured_outputs(
+        state.chat_template,
+        chat,
+        format=format,
+        fields=body.structured_outputs,
+        tools=tools,
+        tool_choice=choice,
+        parallel=body.parallel_tool_calls is not False,
+    )
+    if not state.chat_template.shows_as_text(tools=bool(tools)):
+        changes["skip_special_tokens"] = False
+    return body.sampling_params(**changes)
 
 
 def reader_maker(state: ServerState, tools: list[Tool], chat: RenderedChat) -> Callable[[], AssistantText]:

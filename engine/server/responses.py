@@ -13,11 +13,10 @@ from mambalign.engine.server.chat_template import RenderedChat
 from mambalign.engine.server.errors import ApiError
 from mambalign.engine.server.generation import Choice, Generation, fit_params
 from mambalign.engine.server.protocol import parse_body
-from mambalign.engine.server.reply import reader_maker, reasoning_tokens, usable_tools
+from mambalign.engine.server.reply import reader_maker, reasoning_tokens, reply_params, usable_tools
 from mambalign.engine.server.response_body import ResponseBody
 from mambalign.engine.server.response_items import Event, OutputItems, join_deltas
 from mambalign.engine.server.state import STATE, ServerState
-from mambalign.engine.server.structured import structured_outputs
 from mambalign.engine.server.token_text import chat_logprobs
 
 FIELDS_OF_CHATS = {"messages": "input", "reasoning_effort": "reasoning.effort"}  # which are called otherwise here
@@ -141,21 +140,12 @@ async def responses(request: web.Request) -> web.StreamResponse:
     if body.wants_logprobs and not reader.is_plain:
         message = "include: log-probabilities are given where the reply is text alone, without tools or reasoning"
         raise ApiError(400, message, param="include")
-    changes: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.wants_logprobs else None}
-    changes["structured_outputs"] = structured_outputs(
-        state.chat_template,
-        chat,
-        format=body.format,
-        fields=body.structured_outputs,
-        tools=tools,
-        tool_choice=body.chat_tool_choice,
-        parallel=body.parallel_tool_calls is not False,
+    params = reply_params(
+        state, body, chat, tools, body.chat_tool_choice, format=body.format, wants_logprobs=body.wants_logprobs
     )
-    if not state.chat_template.shows_as_text(tools=bool(tools)):
-        changes["skip_special_tokens"] = False
     params = fit_params(
         state,
-        body.sampling_params(**changes),
+        params,
         chat.token_ids,
         prompt_field="input",
         max_tokens=body.max_output_tokens,
