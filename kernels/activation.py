@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
+
 SOFTPLUS_LINEAR_ABOVE = 20.0  # softplus(x) == x in fp32 from here on (the threshold of torch's softplus)
 BLOCK = 2048
 
@@ -20,11 +22,14 @@ def silu_of(b_x):
 
 
 @triton.jit(do_not_specialize=["num_elements"])
-def activation_kernel(p_x, p_out, num_elements, WORD: tl.constexpr, RELU2: tl.constexpr, BLOCK: tl.constexpr):
+def activation_kernel(
+    p_x, p_out, num_elements, WORD: tl.constexpr, RELU2: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """out = relu2(x) or silu(x), each element by itself, in fp32, rounded once. Grid: blocks of BLOCK elements.
 
     WORD divides num_elements: a mask that changes within a thread's widest load would split it.
     """
+    wait_for_inputs(PDL)
     num_elements = num_elements // WORD * WORD
     o_element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b_x = tl.load(p_x + o_element, mask=o_element < num_elements, other=0.0).to(tl.float32)
@@ -42,7 +47,7 @@ def activation_on_gpu(x: torch.Tensor, relu2: bool) -> torch.Tensor:
     out = torch.empty_like(x)
     if x.numel():
         word = next(word for word in (16, 1) if x.numel() % word == 0)
-        activation_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), word, relu2, BLOCK)
+        activation_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), word, relu2, BLOCK, **pdl(x.device))
     return out
 
 

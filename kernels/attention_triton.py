@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.attention_rows import AttentionRows
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 
 SPLIT_TOKENS = 512
 TILES = {2: (64, 64), 4: (32, 32)}  # by bytes of a number: rows of a tile (query, head of the kv group), and its keys
@@ -35,12 +36,14 @@ def write_kv_kernel(
     value_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """cache[slot[t]] = token t, for keys and values.
 
     Grid: (tokens, tiles of the WIDTH = kv_heads * head_dim numbers of a token). A program owns one tile of one token;
     a negative slot is skipped. Reads keys, values and slots; writes the caches. Numbers are moved, not computed with.
     """
+    wait_for_inputs(PDL)
     i_token, i_tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(p_slot + i_token)
     if slot >= 0:
@@ -162,6 +165,7 @@ def attention_splits_kernel(
     SPLIT_TOKENS: tl.constexpr,
     KEY_TILE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """(m, l, acc) of a row's queries over each split of its keys.
 
@@ -170,6 +174,7 @@ def attention_splits_kernel(
     kept. Reads queries, caches and tables; writes acc to parts [rows, kv heads, splits, num_used, HEAD_DIM], m and l
     to scalars [rows, kv heads, splits, 2, num_used]. Sums in fp32.
     """
+    wait_for_inputs(PDL)
     i_row, i_kv_head, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_queries, context_len = tl.load(p_query_len + i_row), tl.load(p_context_len + i_row)
     first, end = i_split * SPLIT_TOKENS, context_len + num_queries
@@ -216,12 +221,14 @@ def attention_merge_kernel(
     BLOCK_D: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out = merge of a row's splits, in order, over l.
 
     Grid: (rows, kv heads, tiles of MERGE_ROWS of the num_used tile rows). A program owns some (query, head) of a row.
     Reads what `attention_splits_kernel` left; writes out [tokens, heads, HEAD_DIM]. Sums in fp32.
     """
+    wait_for_inputs(PDL)
     i_row, i_kv_head, i_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_queries = tl.load(p_query_len + i_row)
     if i_tile * MERGE_ROWS < num_queries * GROUP:
@@ -271,6 +278,7 @@ def attention_rows_kernel(
     SPLIT_TOKENS: tl.constexpr,
     KEY_TILE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out = attention of a tile of queries over all of their keys, split by split.
 
@@ -278,6 +286,7 @@ def attention_rows_kernel(
     one kv head, and does nothing past the row's queries. Reads queries, caches and tables; writes out
     [tokens, heads, HEAD_DIM]. Sums in fp32.
     """
+    wait_for_inputs(PDL)
     i_row, i_kv_head, i_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     TILE_QUERIES: tl.constexpr = TILE_ROWS // GROUP
     first_query = i_tile * TILE_QUERIES
@@ -320,8 +329,9 @@ def launch_write(
     width = key.shape[1] * key.shape[2]
     block = min(1024, triton.next_power_of_2(width))
     write_kv_kernel[(key.shape[0], triton.cdiv(width, block))](
-        key_cache, value_cache, key, value, slot_mapping, key.stride(0), value.stride(0), width, block, num_warps=4
-    )
+        key_cache, value_cache, key, value, slot_mapping, key.stride(0), value.stride(0), width, block,
+        num_warps=4, **pdl(key.device),
+    )  # fmt: skip
 
 
 def launch_attention(
@@ -363,18 +373,18 @@ def launch_attention(
     if not by_split:
         attention_rows_kernel[(num_rows, kv_heads, triton.cdiv(rows.max_query_len, tile_rows // group))](
             out, query, key_cache, value_cache, *tables, query.stride(0), table_width, rows.first_key, scale_log2,
-            **shape, **tiles,
+            **shape, **tiles, **pdl(query.device),
         )  # fmt: skip
         return out
     num_splits = triton.cdiv(rows.max_context_len, split_tokens)
     part, scalars = split_workspace(num_rows, kv_heads, num_splits, num_used, head_dim, query.device)
     attention_splits_kernel[(num_rows, kv_heads, num_splits)](
         query, key_cache, value_cache, *tables, part, scalars, query.stride(0), table_width, num_used, rows.first_key,
-        scale_log2, **shape, **tiles,
+        scale_log2, **shape, **tiles, **pdl(query.device),
     )  # fmt: skip
     attention_merge_kernel[(num_rows, kv_heads, triton.cdiv(num_used, MERGE_ROWS))](
         out, *tables[:3], part, scalars, num_splits, num_used, scale_log2,
-        **shape, MERGE_ROWS=MERGE_ROWS, num_warps=4,
+        **shape, MERGE_ROWS=MERGE_ROWS, num_warps=4, **pdl(query.device),
     )  # fmt: skip
     return out
 

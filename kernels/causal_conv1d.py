@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.activation import silu
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.rows import MambaRows
 
 BLOCK_T, BLOCK_C = 16, 512  # tokens and channels of a program that only convolves
@@ -41,7 +42,7 @@ def causal_conv1d_kernel(
     p_query_start, p_query_len, p_conv_block, p_conv_offset, p_temporal_block,
     X_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr,
     DIM: tl.constexpr, WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, LEAVES_INPUTS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y_i = silu(bias + sum_k weight[k] * input[i - (W-1) + k]) of all rows, channel by channel, oldest tap first.
 
@@ -50,6 +51,7 @@ def causal_conv1d_kernel(
     Sums in fp32, fused. LEAVES_INPUTS, when all are decode rows: a program owns all tokens of its row, and slot s of
     conv_block becomes input s - (W-2), in place, after the window has been read.
     """
+    wait_for_inputs(PDL)
     i_row, first = tl.program_id(1), tl.program_id(2) * BLOCK_T
     num_inputs = tl.load(p_query_len + i_row)
     if first < num_inputs:
@@ -98,7 +100,7 @@ def leave_conv_inputs_kernel(
     p_x, p_conv_state,
     p_query_start, p_query_len, p_conv_block, p_conv_offset, p_temporal_block, p_is_decode, p_state_block,
     X_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr,
-    DIM: tl.constexpr, WINDOW: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_KEPT: tl.constexpr,
+    DIM: tl.constexpr, WINDOW: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The inputs that rows leave: decode rows as above; prefill rows their last W-1, and W-1 at each kept token.
 
@@ -106,6 +108,7 @@ def leave_conv_inputs_kernel(
     window and state_block; writes the blocks of kept tokens, then conv_block, in place, slot by slot upwards: a slot is
     written after what it holds was read. Values are moved, not computed with.
     """
+    wait_for_inputs(PDL)
     NONE: tl.constexpr = 2147483647
     i_row = tl.program_id(1)
     num_inputs = tl.load(p_query_len + i_row)
@@ -202,11 +205,11 @@ def causal_conv1d_varlen_triton(
     channel_tiles, token_tiles = triton.cdiv(dim, BLOCK_C), triton.cdiv(max(rows.max_query_len, 1), BLOCK_T)
     causal_conv1d_kernel[channel_tiles, num_rows, 1 if rows.all_decode else token_tiles](
         x, conv_state, weight, weight if bias is None else bias, y, *where,
-        *sizes, bias is not None, rows.all_decode, BLOCK_T, BLOCK_C,
+        *sizes, bias is not None, rows.all_decode, BLOCK_T, BLOCK_C, **pdl(x.device),
     )  # fmt: skip
     if not rows.all_decode:
         leave_conv_inputs_kernel[channel_tiles, num_rows](
-            x, conv_state, *where, rows.is_decode, rows.state_block, *sizes, BLOCK_C, BLOCK_KEPT
+            x, conv_state, *where, rows.is_decode, rows.state_block, *sizes, BLOCK_C, BLOCK_KEPT, **pdl(x.device)
         )
     return y
 

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
+
 BLOCK = 1024
 
 
@@ -19,11 +21,13 @@ def combine_experts_kernel(
     HAS_SHARED: tl.constexpr,
     HAS_GATE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[t] = sum over i of weights[t, i] * y[t, i], in order, (+ shared[t] (* sigmoid(gate[t]))), rounded once.
 
     Grid: (tokens, blocks of BLOCK columns); a program owns one block. Reads y, weights, shared, gate; writes out. fp32.
     """
+    wait_for_inputs(PDL)
     i_t, o_d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b_sum = tl.zeros((BLOCK,), tl.float32)
     for i in range(TOP_K):
@@ -73,5 +77,6 @@ def combine_experts_on_gpu(
         combine_experts_kernel[(num_tokens, triton.cdiv(y.shape[1], BLOCK))](
             y, weights, y if shared is None else shared, y if gate is None else gate, out,
             D=y.shape[1], TOP_K=top_k, HAS_SHARED=shared is not None, HAS_GATE=gate is not None, BLOCK=BLOCK,
+            **pdl(y.device),
         )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.noise import gumbel_noise, gumbel_of
 
 MAX_VOCAB = 2**19 - 1  # 2**19 weights of the best token still fit a signed 64-bit sum
@@ -76,7 +77,7 @@ def _find(p_row, V, best, temperature, floor, target, BY_MASS: tl.constexpr, BLO
 @triton.jit(do_not_specialize=["V"])
 def draw_tokens_kernel(
     p_logits, p_row, p_key, p_temperature, p_floor, p_top_k, p_top_p, p_out, V,
-    WORD: tl.constexpr, BLOCK: tl.constexpr,
+    WORD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The formula of this file, for the rows that `p_row` names.
 
@@ -84,6 +85,7 @@ def draw_tokens_kernel(
     is on (a radix search, four bits at a time), once to draw. Reads logits fp32, writes out[row] int64. Masses int64,
     noise and scores fp64. WORD divides V.
     """
+    wait_for_inputs(PDL)
     V = V // WORD * WORD
     i_draw = tl.program_id(0).to(tl.int64)
     i_row, key = tl.load(p_row + i_draw), tl.load(p_key + i_draw)
@@ -263,5 +265,5 @@ def draw_tokens_on_gpu(
     if len(rows):
         draw_tokens_kernel[(len(rows),)](
             logits, rows, keys, temperature, floor, top_k, top_p, out, vocab_size, 1 if vocab_size % 4 else 4, block,
-            num_warps=NUM_WARPS,
+            num_warps=NUM_WARPS, **pdl(logits.device),
         )  # fmt: skip

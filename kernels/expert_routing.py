@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
+
 SORT_BLOCK = 1024
 NO_ID: tl.constexpr = tl.constexpr(2**31 - 1)
 TINY: tl.constexpr = tl.constexpr(1e-20)  # beside the sum of a token's scores, as published
@@ -56,12 +58,14 @@ def route_experts_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """ids, weights[t] = the TOP_K experts of token t with the largest score (+ bias), and their scores times scale.
 
     Grid: tokens; a program owns one. Reads its logits and the bias; writes TOP_K ids and weights, best first. fp32;
     chosen scores are added best first. An id is always one of E, also for logits that are not numbers.
     """
+    wait_for_inputs(PDL)
     i_t, o_e, o_k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     b_logit = tl.load(p_logits + i_t * E + o_e, mask=o_e < E, other=float("-inf"))
     if SIGMOID:
@@ -104,12 +108,13 @@ def route_experts_kernel(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def sort_by_expert_kernel(p_ids, p_order, p_first, num_pairs, BLOCK: tl.constexpr):
+def sort_by_expert_kernel(p_ids, p_order, p_first, num_pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """order = places of ids, by id and then by place; first[e] = number of ids below e.
 
     Grid: experts, and one more; a program owns the places of one expert. Reads all ids twice: to count those of
     experts below, then to place its own. Whole numbers only.
     """
+    wait_for_inputs(PDL)
     i_e, o_pair = tl.program_id(0), tl.arange(0, BLOCK)
     b_below = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, num_pairs, BLOCK):
@@ -200,7 +205,7 @@ def route_experts_on_gpu(
             E=num_experts, TOP_K=routing.top_k, NUM_GROUPS=routing.num_groups, TOP_GROUPS=routing.top_groups,
             SIGMOID=routing.sigmoid, NORMALISED=routing.normalised, HAS_BIAS=bias is not None,
             BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(routing.top_k),
-            BLOCK_G=triton.next_power_of_2(routing.num_groups), num_warps=1,
+            BLOCK_G=triton.next_power_of_2(routing.num_groups), num_warps=1, **pdl(logits.device),
         )  # fmt: skip
     return ids, weights
 
@@ -211,7 +216,7 @@ def sort_by_expert_on_gpu(
     """The kernel behind `sort_by_expert`."""
     order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     first = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
-    sort_by_expert_kernel[(num_experts + 1,)](ids, order, first, ids.numel(), block)
+    sort_by_expert_kernel[(num_experts + 1,)](ids, order, first, ids.numel(), block, **pdl(ids.device))
     return order, first
 
 

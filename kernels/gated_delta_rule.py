@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.activation import softplus
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.mamba2_scan import load_quarters, store_quarters, time_steps
 from mambalign.kernels.rows import MambaRows
 
@@ -72,13 +73,14 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 def delta_inputs_kernel(
     p_q, p_k, p_a_raw, p_b_raw, p_A, p_dt_bias, p_kq, p_gates, p_qk,
     Q_STRIDE: tl.constexpr, A_STRIDE: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    K_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, EPS: tl.constexpr,
+    K_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """[q | k] over their lengths, k . q, and [decay | beta] of a key head's value heads, in fp32, for the scan.
 
     Grid (tokens, key heads). A program owns a key head of a token and the GROUP value heads that use it: reads q, k,
     a_raw, b_raw; writes the three. One binary, so one order of addition.
     """
+    wait_for_inputs(PDL)
     HEADS: tl.constexpr = KEY_HEADS * GROUP
     i_token, i_key = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_k, o_g = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_G)
@@ -157,7 +159,7 @@ def gated_delta_rule_kernel(
     p_v, p_kq, p_gates, p_qk, p_temporal_state, p_o,
     p_query_start, p_query_len, p_temporal_block, p_state_block,
     V_STRIDE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """d = beta * (v - decay * h k);  h = decay * h + d outer k;  o = h q, token after token; kept states go to blocks.
 
@@ -167,6 +169,7 @@ def gated_delta_rule_kernel(
     prefill, decode, verification and boundaries. Two tokens a turn, as in `mamba2_scan_kernel`: a token's inputs are
     loaded, what the one before left is stored, then the one before is computed while the loads are under way.
     """
+    wait_for_inputs(PDL)
     TILES: tl.constexpr = (V_DIM + BLOCK_V - 1) // BLOCK_V
     O_STRIDE: tl.constexpr = HEADS * V_DIM
     STATE_SIZE: tl.constexpr = HEADS * V_DIM * K_DIM
@@ -258,13 +261,14 @@ def gated_delta_rule_varlen_triton(
     delta_inputs_kernel[num_tokens, key_heads](
         q, k, a_raw, b_raw, A, dt_bias, kq, gates, qk,
         q.stride(0), a_raw.stride(0), key_heads, group, k_dim, power(group), power(k_dim), NORM_EPS, num_warps=1,
+        **pdl(v.device),
     )  # fmt: skip
     block_i = power(triton.cdiv(k_dim, 4))
     block_v = min(power(v_dim), max(1, 32 * NUM_WARPS * THREAD_ELEMENTS // (4 * block_i)))
     gated_delta_rule_kernel[num_heads * triton.cdiv(v_dim, block_v), len(rows.query_start)](
         v, kq, gates, qk, temporal_state, o,
         rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,
-        v.stride(0), num_heads, key_heads, v_dim, k_dim, block_v, block_i, num_warps=NUM_WARPS,
+        v.stride(0), num_heads, key_heads, v_dim, k_dim, block_v, block_i, num_warps=NUM_WARPS, **pdl(v.device),
     )  # fmt: skip
     return o
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.activation import ACTIVATIONS, silu, silu_of
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.expert_routing import sort_by_expert_on_gpu
 from mambalign.kernels.linear import hard_inputs, linear
 
@@ -69,6 +70,7 @@ def grouped_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[row] = act(x[row] @ w[expert]) for each expert's rows in p_order; a gated one: silu(x @ gate) * (x @ up).
 
@@ -77,6 +79,7 @@ def grouped_linear_kernel(
     in p_order; else x has those and out a row for each pair. Reads x, w [E, K, N] ([E, K, 2 N], gate first, when
     gated); writes out (its dtype is the pointer's); rounds where separate steps would. fp32.
     """
+    wait_for_inputs(PDL)
     GROUP: tl.constexpr = GROUP_M * ((N + BLOCK_N - 1) // BLOCK_N)
     first_tile, i_group = tl.program_id(0) // GROUP * GROUP_M, tl.program_id(0) % GROUP
     group_tiles = tl.minimum(num_tiles - first_tile, GROUP_M)
@@ -202,7 +205,7 @@ def grouped_linear_on_gpu(
         x.contiguous(), weight, order, first, out, num_tiles,
         E=num_experts, K=k, N=n, TOP_K=top_k, FROM_TOKENS=from_tokens, RELU2=activation == "relu2", GATED=gated,
         BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k, GROUP_M=GROUP_M, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        BLOCK_K=tiles.block_k, GROUP_M=GROUP_M, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **pdl(x.device),
     )  # fmt: skip
     return out if activation in (None, "relu2") else ACTIVATIONS[activation](out)
 

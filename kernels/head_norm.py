@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.rms_norm import rms_norm
 
 
@@ -20,13 +21,14 @@ def _norm(p_x, stride, p_weight, eps, i_head, D: tl.constexpr, BLOCK: tl.constex
 @triton.jit(do_not_specialize=["q_stride", "k_stride"])
 def head_norm_kernel(
     p_query, p_key, p_q_weight, p_k_weight, q_stride, k_stride, eps,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x = weight * (x * rsqrt(mean(x^2 of the head) + eps)), rounded, in place.
 
     Grid (tokens, heads of query and then of key). A program owns one head of one token.
     Reads and writes it; reads the weight of queries or of keys. fp32. WORD divides the strides.
     """
+    wait_for_inputs(PDL)
     i_head = tl.program_id(1)
     if i_head < HEADS:
         _norm(p_query, q_stride, p_q_weight, eps, i_head, D, BLOCK, WORD)
@@ -53,7 +55,7 @@ def norm_heads_on_gpu(
     if num_tokens:
         head_norm_kernel[num_tokens, num_heads + kv_heads](
             query, key, q_weight, k_weight, query.stride(0), key.stride(0), eps,
-            num_heads, head_dim, triton.next_power_of_2(head_dim), word, num_warps=1,
+            num_heads, head_dim, triton.next_power_of_2(head_dim), word, num_warps=1, **pdl(query.device),
         )  # fmt: skip
 
 

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mambalign.kernels.dependent_launch import LINE_BYTES, pdl, prefetch_lines, wait_for_inputs
+
 WIDE = 16384  # columns from which one segment gives enough programs to read a weight at full speed
 LONG = 2048  # shorter K is one segment
 NUM_SEGMENTS = 4
@@ -23,6 +25,7 @@ SEGMENT_MULTIPLE: tl.constexpr = tl.constexpr(256)  # a multiple of every BLOCK_
 GROUP_M = 8  # row tiles that run beside each other, so that they share weight tiles in the L2 cache
 MAX_TILES = 8192  # of a launch whose segments run side by side: one counter each
 WORD_BYTES = 16  # widest load of a thread
+AHEAD_ROWS = int(os.environ.get("MAMBALIGN_LINEAR_AHEAD", "512"))  # of a weight, asked for before x is there
 USE_TMA = os.environ.get("MAMBALIGN_LINEAR_TMA", "1") == "1"  # its ablation: threads fetch every tile
 
 
@@ -85,6 +88,7 @@ def tiles_for(num_rows: int, k: int, n: int, dtype: torch.dtype, one_family: boo
 def linear_kernel(
     p_x,
     p_weight,
+    p_ahead,
     p_bias,
     p_out,
     p_partial,
@@ -108,6 +112,8 @@ def linear_kernel(
     HAS_BIAS: tl.constexpr,
     RELU2: tl.constexpr,
     TMA: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out = act(x @ w + b): sums of a segment from zero in fp32, segment sums added in order, then one rounding.
 
@@ -115,7 +121,8 @@ def linear_kernel(
     A program owns a [BLOCK_M, BLOCK_N] tile of out, or one segment's sums of it, which it leaves in p_partial
     [SEGMENTS, tiles, BLOCK_M, BLOCK_N] fp32; the program that a tile's counter says is its last adds them up and
     clears the counter. No sum depends on who that is. X_WORD, W_WORD divide the row strides of x and w. With TMA, p_x
-    and p_weight are descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N].
+    and p_weight are descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N]. The first AHEAD rows of a program's
+    weight (p_ahead) are asked for before the wait for x.
     Reads x, w, b; writes out (its dtype is the pointer's); bias and activation round where separate steps would.
     """
     num_m, num_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -134,6 +141,13 @@ def linear_kernel(
     x_stride, w_stride = x_stride // X_WORD * X_WORD, N // W_WORD * W_WORD
     first_m, first_n = i_m * BLOCK_M, i_n * BLOCK_N
     o_n = first_n + tl.arange(0, BLOCK_N)
+    if PDL and AHEAD > 0:
+        LINE: tl.constexpr = LINE_BYTES // (p_ahead.dtype.element_ty.primitive_bitwidth // 8)
+        LINES: tl.constexpr = (BLOCK_N + LINE - 1) // LINE
+        o_ahead = tl.minimum(i_segment * segment_k + tl.arange(0, AHEAD), K - 1).to(tl.int64)
+        o_line = tl.minimum(first_n + tl.arange(0, LINES) * LINE, w_stride - 1)
+        prefetch_lines(p_ahead + o_ahead[:, None] * w_stride + o_line[None, :])
+    wait_for_inputs(PDL)
     if not TMA:
         o_m = tl.minimum(first_m + tl.arange(0, BLOCK_M), num_rows - 1)  # rows past the end: the last, not stored
         o_k = tl.arange(0, BLOCK_K)
@@ -263,6 +277,7 @@ def linear_on_gpu(
     linear_kernel[(num_tiles * (num_segments if split else 1),)](
         TensorDescriptor.from_tensor(x, [tiles.block_m, tiles.block_k]) if tma else x,
         TensorDescriptor.from_tensor(weight, [tiles.block_k, tiles.block_n]) if tma else weight,
+        weight,
         weight if bias is None else bias,
         out,
         partial,
@@ -286,6 +301,8 @@ def linear_on_gpu(
         HAS_BIAS=bias is not None,
         RELU2=relu2,
         TMA=tma,
+        AHEAD=AHEAD_ROWS if num_rows <= tiles.block_m else 0,
+        **pdl(x.device),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.activation import SOFTPLUS_LINEAR_ABOVE, softplus
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.rows import MambaRows
 
 LINEAR_ABOVE = tl.constexpr(SOFTPLUS_LINEAR_ABOVE)
@@ -36,12 +37,13 @@ def time_steps(b_raw, dt_min):
 def scan_inputs_kernel(
     p_dt_raw, p_A, p_dt_bias, dt_min, p_B, p_C, p_dt, p_decay, p_BC,
     DT_STRIDE: tl.constexpr, BC_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, BC_WIDTH: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dt = max(softplus(dt_raw + dt_bias), dt_min), decay = exp(dt * A), and [B | C] in fp32, as the scan reads them.
 
     Grid (tokens). A program owns a token: all heads, all groups. Each element alone.
     """
+    wait_for_inputs(PDL)
     i_token = tl.program_id(0).to(tl.int64)
     o_head = tl.arange(0, BLOCK_H)
     mask = o_head < NUM_HEADS
@@ -125,7 +127,7 @@ def mamba2_scan_kernel(
     p_x, p_dt, p_decay, p_BC, p_D, p_temporal_state, p_y,
     p_query_start, p_query_len, p_temporal_block, p_state_block,
     X_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    D_STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr,
+    D_STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h = decay * h + (dt * x) outer B;  y = h C + D * x, token after token; kept states go to their blocks.
 
@@ -138,6 +140,7 @@ def mamba2_scan_kernel(
     past which the compiler does not move the loads), then the one before is computed while the loads are under way.
     A turn over the end computes a last token that nobody looks at.
     """
+    wait_for_inputs(PDL)
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     BC_WIDTH: tl.constexpr = NUM_GROUPS * D_STATE
     Y_STRIDE: tl.constexpr = NUM_HEADS * HEAD_DIM
@@ -267,14 +270,14 @@ def mamba2_scan_varlen_triton(
     BC = torch.empty(num_tokens, 2 * bc_width, dtype=torch.float32, device=x.device)
     scan_inputs_kernel[num_tokens,](
         dt_raw, A, dt_bias, dt_min, B, C, dt, decay, BC,
-        dt_raw.stride(0), B.stride(0), num_heads, bc_width, power(num_heads), power(bc_width),
+        dt_raw.stride(0), B.stride(0), num_heads, bc_width, power(num_heads), power(bc_width), **pdl(x.device),
     )  # fmt: skip
     block_i = power(triton.cdiv(d_state, 4))
     block_p = min(power(head_dim), 32 * NUM_WARPS * THREAD_ELEMENTS // (4 * block_i))
     mamba2_scan_kernel[num_heads * triton.cdiv(head_dim, block_p), len(rows.query_start)](
         x, dt, decay, BC, D, temporal_state, y,
         rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,
-        x.stride(0), num_heads, num_groups, head_dim, d_state, block_p, block_i, num_warps=NUM_WARPS,
+        x.stride(0), num_heads, num_groups, head_dim, d_state, block_p, block_i, num_warps=NUM_WARPS, **pdl(x.device),
     )  # fmt: skip
     return y
 

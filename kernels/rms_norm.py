@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.activation import silu_of
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 
 PIECE = 256  # rows normed at a time on a CPU, so that they stay in the processor's cache
 WORD_BYTES = 16  # widest load of a thread
@@ -88,6 +89,7 @@ def rms_norm_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     WORD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """total = x + residual, rounded; out = weight * (total * rsqrt(mean(total^2) + eps)), rounded.
 
@@ -95,6 +97,7 @@ def rms_norm_kernel(
     `residual_width` is D, or 0 without a residual: a run-time value, so that both cases are the same instructions.
     WORD divides it and the strides.
     """
+    wait_for_inputs(PDL)
     i_row, o_d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     is_d, is_sum = o_d < D, o_d < residual_width // WORD * WORD
     b_x = tl.load(p_x + i_row * (x_stride // WORD * WORD) + o_d, mask=is_d, other=0.0)
@@ -123,7 +126,7 @@ def rms_norm_on_gpu(
     if num_rows:
         rms_norm_kernel[(num_rows,)](
             x, other, weight, out, total, x.stride(0), other.stride(0), 0 if residual is None else width, eps,
-            D=width, BLOCK=block, WORD=word, num_warps=min(8, max(1, block // 512)),
+            D=width, BLOCK=block, WORD=word, num_warps=min(8, max(1, block // 512)), **pdl(x.device),
         )  # fmt: skip
     return out, total
 
@@ -140,12 +143,14 @@ def rms_norm_gated_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WORD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """v = x * silu(gate); out = weight * (v * rsqrt(mean(v^2 of its group) + eps)), rounded to the dtype of gate.
 
     Grid: (rows, groups); a program owns the WIDTH channels of one group of a row.
     Reads x (fp32), gate, weight; writes out. fp32. WORD divides the strides.
     """
+    wait_for_inputs(PDL)
     i_row, i_group, o_d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     is_d, o_channel = o_d < WIDTH, i_group * WIDTH + o_d
     b_x = tl.load(p_x + i_row * (x_stride // WORD * WORD) + o_channel, mask=is_d, other=0.0)
@@ -169,20 +174,22 @@ def rms_norm_gated_on_gpu(
     if num_rows:
         rms_norm_gated_kernel[(num_rows, width // group_width)](
             x, gate, weight, out, x.stride(0), gate.stride(0), eps,
-            WIDTH=group_width, BLOCK=block, WORD=word, num_warps=min(8, max(1, block // 256)),
+            WIDTH=group_width, BLOCK=block, WORD=word, num_warps=min(8, max(1, block // 256)), **pdl(x.device),
         )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["gate_stride"])
 def rms_norm_then_gate_kernel(
-    p_x, p_gate, p_weight, p_out, gate_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr
+    p_x, p_gate, p_weight, p_out, gate_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out = weight * (x * rsqrt(mean(x^2 of its head) + eps)) * silu(gate), rounded to the dtype of gate.
 
     Grid: (rows, heads); a program owns the WIDTH channels of one head of a row.
     Reads x (fp32), gate, weight; writes out. fp32. WORD divides the stride of the gate.
     """
+    wait_for_inputs(PDL)
     i_row, i_head, o_d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     is_d, o_channel = o_d < WIDTH, i_head * WIDTH + o_d
     o_out = i_row * (tl.num_programs(1) * WIDTH) + o_channel
@@ -201,7 +208,7 @@ def rms_norm_then_gate_on_gpu(x: torch.Tensor, gate: torch.Tensor, weight: torch
     if num_rows:
         rms_norm_then_gate_kernel[(num_rows, num_heads)](
             x.contiguous(), gate, weight, out, gate.stride(0), eps,
-            WIDTH=width, BLOCK=block, WORD=word, num_warps=min(8, max(1, block // 256)),
+            WIDTH=width, BLOCK=block, WORD=word, num_warps=min(8, max(1, block // 256)), **pdl(x.device),
         )  # fmt: skip
     return out
 

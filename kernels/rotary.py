@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
+
 LINES_TOGETHER = 4096  # of a table as it is filled: its angles need no second table's memory
 
 
@@ -43,6 +45,7 @@ def rotary_kernel(
     p_query, p_key, p_positions, p_table, last_position,
     Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_J: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """x_j, x_{half+j} = x_j cos - x_{half+j} sin, x_{half+j} cos + x_j sin, in place.
 
@@ -50,6 +53,7 @@ def rotary_kernel(
     Reads the token's position and that line of the table; reads and writes the first 2 * HALF channels of each head.
     fp32, each pair of channels by itself, rounded once. A position past the table's end takes its last line.
     """
+    wait_for_inputs(PDL)
     i_token = tl.program_id(0).to(tl.int64)
     o_j = tl.arange(0, BLOCK_J)
     position = tl.minimum(tl.maximum(tl.load(p_positions + i_token), 0), last_position)
@@ -80,7 +84,7 @@ def rotary_embed_on_gpu(query: torch.Tensor, key: torch.Tensor, positions: torch
         power = triton.next_power_of_2
         rotary_kernel[(num_tokens,)](
             query, key, positions, table, len(table) - 1, query.stride(0), key.stride(0),
-            num_heads, kv_heads, head_dim, half, power(num_heads), power(kv_heads), power(half),
+            num_heads, kv_heads, head_dim, half, power(num_heads), power(kv_heads), power(half), **pdl(query.device),
         )  # fmt: skip
 
 

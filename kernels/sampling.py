@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
+
 SPLIT = 4096  # columns of a program of the first stage
 BLOCK = 2048  # columns that it looks at together
 NO_ID: tl.constexpr = tl.constexpr(2**31 - 1)
@@ -14,13 +16,15 @@ NO_ID: tl.constexpr = tl.constexpr(2**31 - 1)
 
 @triton.jit(do_not_specialize=["V", "num_splits"])
 def argmax_split_kernel(
-    p_logits, p_value, p_index, V, num_splits, WORD: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
+    p_logits, p_value, p_index, V, num_splits, WORD: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """value, index[row, split] = the largest of logits[row, split * SPLIT ...] and the lowest column that holds it.
 
     Grid: (rows, splits); a program owns SPLIT columns of a row. Reads logits, writes one value and one column.
     fp32; a NaN counts as -inf. WORD divides V.
     """
+    wait_for_inputs(PDL)
     V = V // WORD * WORD
     i_row, i_split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_column = i_split * SPLIT + tl.arange(0, BLOCK)
@@ -35,8 +39,9 @@ def argmax_split_kernel(
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def argmax_merge_kernel(p_value, p_index, p_out, num_splits, BLOCK: tl.constexpr):
+def argmax_merge_kernel(p_value, p_index, p_out, num_splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out[row] = index of the largest value of its splits, the lowest of several. Grid: rows. Writes int64."""
+    wait_for_inputs(PDL)
     i_row, o_split = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     b_value = tl.load(p_value + i_row * num_splits + o_split, mask=o_split < num_splits, other=float("-inf"))
     b_index = tl.load(p_index + i_row * num_splits + o_split, mask=o_split < num_splits, other=NO_ID)
@@ -45,8 +50,11 @@ def argmax_merge_kernel(p_value, p_index, p_out, num_splits, BLOCK: tl.constexpr
 
 
 @triton.jit
-def accept_drafts_kernel(p_target, p_draft, p_query_len, p_kept, NUM_DRAFTS: tl.constexpr, BLOCK: tl.constexpr):
+def accept_drafts_kernel(
+    p_target, p_draft, p_query_len, p_kept, NUM_DRAFTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """kept = min(1 + length of the prefix of drafts that equal their targets, query_len). Grid: rows. Writes int32."""
+    wait_for_inputs(PDL)
     i_row, o_draft = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     is_draft = o_draft < NUM_DRAFTS
     b_target = tl.load(p_target + i_row * (NUM_DRAFTS + 1) + o_draft, mask=is_draft, other=-1)
@@ -99,8 +107,12 @@ def argmax_rows_on_gpu(logits: torch.Tensor, split: int = SPLIT, block: int = BL
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
         word = 1 if num_columns % 4 else 4
-        argmax_split_kernel[(num_rows, num_splits)](logits, value, index, num_columns, num_splits, word, split, block)
-        argmax_merge_kernel[(num_rows,)](value, index, out, num_splits, triton.next_power_of_2(num_splits), num_warps=1)
+        argmax_split_kernel[(num_rows, num_splits)](
+            logits, value, index, num_columns, num_splits, word, split, block, **pdl(logits.device)
+        )
+        argmax_merge_kernel[(num_rows,)](
+            value, index, out, num_splits, triton.next_power_of_2(num_splits), num_warps=1, **pdl(logits.device)
+        )
     return out
 
 
@@ -121,5 +133,7 @@ def accept_drafts_on_gpu(target: torch.Tensor, drafts: torch.Tensor, query_len: 
     kept = torch.empty(num_rows, dtype=torch.int32, device=target.device)
     if num_rows:
         block = triton.next_power_of_2(num_drafts + 1)
-        accept_drafts_kernel[(num_rows,)](target, drafts, query_len, kept, num_drafts, block, num_warps=1)
+        accept_drafts_kernel[(num_rows,)](
+            target, drafts, query_len, kept, num_drafts, block, num_warps=1, **pdl(target.device)
+        )
     return kept

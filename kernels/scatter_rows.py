@@ -4,16 +4,19 @@ import torch
 import triton
 import triton.language as tl
 
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
+
 BLOCK = 1024
 
 
 @triton.jit
-def scatter_rows_kernel(source, dest, index, source_stride, width, BLOCK: tl.constexpr):
+def scatter_rows_kernel(source, dest, index, source_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """dest[index[t]] = source[t] for index[t] >= 0.
 
     Grid: (rows of source, tiles of BLOCK elements). A program copies one tile of one row. Two rows with one index are
     the caller's mistake.
     """
+    wait_for_inputs(PDL)
     i_t, i_tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b_row = tl.load(index + i_t).to(tl.int64)
     if b_row >= 0:
@@ -40,4 +43,4 @@ def scatter_rows_on_gpu(source: torch.Tensor, dest: torch.Tensor, index: torch.T
     """`scatter_rows` by the kernel."""
     num_rows, width = source.shape
     grid = (num_rows, triton.cdiv(width, BLOCK))
-    scatter_rows_kernel[grid](source, dest, index, source.stride(0), width, BLOCK)
+    scatter_rows_kernel[grid](source, dest, index, source.stride(0), width, BLOCK, **pdl(dest.device))

@@ -7,19 +7,22 @@ import torch
 import triton
 import triton.language as tl
 
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
+
 BLOCK = 1024
 
 
 @triton.jit
 def sigmoid_mul_kernel(
     p_x, p_gate, p_out,
-    X_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    X_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = x / (1 + exp(-gate)).
 
     Grid (rows, tiles of BLOCK channels). A program owns a tile of a row.
     Reads x and gate, whose rows may lie apart; writes out, contiguous. fp32, each element alone, rounded once.
     """
+    wait_for_inputs(PDL)
     i_row, o_channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = o_channel < WIDTH
     b_x = tl.load(p_x + i_row * X_STRIDE + o_channel, mask=mask, other=0.0).to(tl.float32)
@@ -38,7 +41,9 @@ def sigmoid_mul_on_gpu(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     num_rows, width = x.shape
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     if num_rows:
-        sigmoid_mul_kernel[num_rows, triton.cdiv(width, BLOCK)](x, gate, out, x.stride(0), gate.stride(0), width, BLOCK)
+        sigmoid_mul_kernel[num_rows, triton.cdiv(width, BLOCK)](
+            x, gate, out, x.stride(0), gate.stride(0), width, BLOCK, **pdl(x.device)
+        )
     return out
 
 

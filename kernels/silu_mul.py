@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.activation import silu_of
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 
 BLOCK = 1024
 WORD = 8  # elements that a thread loads at once, where widths and strides are multiples of it
@@ -15,14 +16,16 @@ WORD = 8  # elements that a thread loads at once, where widths and strides are m
 
 @triton.jit(do_not_specialize=["gate_stride", "x_stride", "width"])
 def silu_mul_kernel(
-    p_gate, p_x, p_out, gate_stride, x_stride, width, gate_scale, scale, BLOCK: tl.constexpr, WORD: tl.constexpr
-):
+    p_gate, p_x, p_out, gate_stride, x_stride, width, gate_scale, scale,
+    BLOCK: tl.constexpr, WORD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """out = silu(gate * gate_scale) * x * scale.
 
     Grid (rows, tiles of BLOCK channels). A program owns a tile of a row.
     Reads gate and x, whose rows may lie apart; writes out, contiguous. fp32, each element alone, rounded once.
     WORD divides the width and the strides.
     """
+    wait_for_inputs(PDL)
     width, gate_stride, x_stride = width // WORD * WORD, gate_stride // WORD * WORD, x_stride // WORD * WORD
     i_row, o_channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = o_channel < width
@@ -48,8 +51,9 @@ def silu_mul_on_gpu(gate: torch.Tensor, x: torch.Tensor, gate_scale: float = 1.0
     word = WORD if all(each % WORD == 0 for each in (width, gate.stride(0), x.stride(0))) else 1
     if num_rows:
         silu_mul_kernel[(num_rows, triton.cdiv(width, BLOCK))](
-            gate, x, out, gate.stride(0), x.stride(0), width, float(gate_scale), float(scale), BLOCK, word
-        )
+            gate, x, out, gate.stride(0), x.stride(0), width, float(gate_scale), float(scale), BLOCK, word,
+            **pdl(x.device),
+        )  # fmt: skip
     return out
 
 

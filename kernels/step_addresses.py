@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
+
 BLOCK = 128
 NOWHERE = -1
 
@@ -16,12 +18,13 @@ NOWHERE = -1
 @triton.jit(do_not_specialize=["num_tokens", "columns"])
 def token_slots_kernel(
     p_row, p_offset, p_first, p_length, p_table, p_position, p_slot, num_tokens, columns,
-    KV_BLOCK: tl.constexpr, ONE_EACH: tl.constexpr, BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr, ONE_EACH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """position = first[row] + offset; slot = table[row, position // KV_BLOCK] * KV_BLOCK + position % KV_BLOCK, or -1.
 
     Grid: blocks of BLOCK tokens. ONE_EACH: token t is row t's only one. Writes position and slot, int64.
     """
+    wait_for_inputs(PDL)
     o_t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = o_t < num_tokens
     if ONE_EACH:
@@ -40,12 +43,13 @@ def token_slots_kernel(
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "columns"])
 def state_blocks_kernel(
     p_row, p_offset, p_boundary, p_query_len, p_is_decode, p_computed, p_column, p_accepted, p_table,
-    p_state, p_conv, p_temporal, num_tokens, num_rows, columns, BLOCK: tl.constexpr,
+    p_state, p_conv, p_temporal, num_tokens, num_rows, columns, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Per token the block that its state is left in, or -1; per row its running block and its live one, or -1.
 
     Grid: blocks of BLOCK tokens and rows. Writes int32.
     """
+    wait_for_inputs(PDL)
     o_i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = o_i < num_tokens
     b_row, b_offset = tl.load(p_row + o_i, mask=mask, other=0), tl.load(p_offset + o_i, mask=mask, other=0).to(tl.int32)
@@ -131,8 +135,9 @@ def token_slots_on_gpu(row, offset, first, length, kv_table, kv_block_tokens):
     assert kv_table.is_contiguous() and first.is_contiguous() and length.is_contiguous()
     positions, slots = torch.empty(2, num_tokens, dtype=torch.int64, device=first.device)
     token_slots_kernel[(triton.cdiv(num_tokens, BLOCK),)](
-        row, offset, first, length, kv_table, positions, slots, num_tokens, columns, kv_block_tokens, row is None, BLOCK
-    )
+        row, offset, first, length, kv_table, positions, slots, num_tokens, columns, kv_block_tokens, row is None,
+        BLOCK, **pdl(first.device),
+    )  # fmt: skip
     return positions, slots
 
 
@@ -144,6 +149,7 @@ def state_blocks_on_gpu(row, offset, boundary_block, query_len, is_decode, num_c
     state = torch.empty(num_tokens, dtype=torch.int32, device=table.device)
     conv, temporal = torch.empty(2, num_rows, dtype=torch.int32, device=table.device)
     state_blocks_kernel[(triton.cdiv(max(num_tokens, num_rows), BLOCK),)](
-        row, offset, boundary_block, *numbers, state, conv, temporal, num_tokens, num_rows, columns, BLOCK
-    )
+        row, offset, boundary_block, *numbers, state, conv, temporal, num_tokens, num_rows, columns, BLOCK,
+        **pdl(table.device),
+    )  # fmt: skip
     return state, conv, temporal

@@ -25,7 +25,7 @@ from mambalign.kernels import (
     sigmoid_mul,
     silu_mul,
 )
-from mambalign.kernels.linear_triton import GROUP_M, WORD_BYTES, linear_kernel, segments_of, tiles_for
+from mambalign.kernels.linear_triton import AHEAD_ROWS, GROUP_M, WORD_BYTES, linear_kernel, segments_of, tiles_for
 
 TARGET = GPUTarget("cuda", 90, 32)
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -34,6 +34,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 def compile_kernel(kernel, types: dict[str, str], constants: dict, **options: int):
     """`types` by argument, pointers on a 16-byte boundary; what is in neither is a run-time int32."""
     names = kernel.arg_names
+    constants = {**constants, "PDL": True} if "PDL" in names else constants
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*"}
     source = ASTSource(
@@ -52,7 +53,7 @@ def compile_linear(
     tma = tiles.tma if tma is None else tma
     split, word = tiles.split and num_segments > 1, WORD_BYTES // dtype.itemsize
     name, out = f"*{NAMES[dtype]}", f"*{NAMES[out_dtype or dtype]}"
-    types = dict.fromkeys(("p_x", "p_weight", "p_bias"), name) | {"p_out": out}
+    types = dict.fromkeys(("p_x", "p_weight", "p_ahead", "p_bias"), name) | {"p_out": out}
     if tma:
         x_tile, weight_tile = (tiles.block_m, tiles.block_k), (tiles.block_k, tiles.block_n)
         types |= {
@@ -75,6 +76,7 @@ def compile_linear(
         "HAS_BIAS": bias,
         "RELU2": relu2,
         "TMA": tma,
+        "AHEAD": AHEAD_ROWS if num_rows <= tiles.block_m else 0,
     }
     return compile_kernel(linear_kernel, types, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
 
@@ -258,6 +260,8 @@ def main() -> None:
             "mma": len(re.findall(r"mma\.sync", ptx)),
             "wide_loads": len(re.findall(r"ld\.global[.\w:]*\.v4|cp\.async\.cg[^;]*0x10", ptx)),
             "narrow_copies": len(re.findall(r"cp\.async\.ca", ptx)),
+            "waits": ptx.count("griddepcontrol.wait"),
+            "prefetches": ptx.count("prefetch.global.L2"),
         }
     print(json.dumps({"kernels": kernels, "failed": failed}))
 

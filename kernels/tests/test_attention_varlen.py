@@ -336,7 +336,7 @@ from triton.compiler import ASTSource
 from mambalign.kernels import attention_triton as a
 
 def build(kernel, kinds, constants, num_warps):
-    names = kernel.arg_names
+    names, constants = kernel.arg_names, constants | {"PDL": True}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
     aligned = [(i,) for i, name in enumerate(names) if signature[name].startswith("*")]
     source = ASTSource(kernel, signature, constants, {place: [["tt.divisibility", 16]] for place in aligned})

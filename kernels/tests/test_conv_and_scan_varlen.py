@@ -477,7 +477,7 @@ def build(kernel, kind, constants, num_warps=4):
     if kernel is scan.mamba2_scan_kernel or kernel is chunks.mamba2_chunk_scan_kernel:
         kinds["p_y"] = "*fp32"
     names = kernel.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
+    constants = {name: value for name, value in (constants | {"PDL": True}).items() if name in names}
     signature = {n: "constexpr" if n in constants else kinds.get(n, "*" + kind) for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
     source = ASTSource(kernel, signature, constants, aligned)

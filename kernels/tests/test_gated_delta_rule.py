@@ -289,7 +289,7 @@ INTS = ("query_start", "query_len", "temporal_block", "state_block")
 def build(kernel, kind, state, constants, num_warps):
     kinds = dict.fromkeys(FP32, "*fp32") | {"p_" + name: "*i32" for name in INTS} | {"p_temporal_state": "*" + state}
     names = kernel.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
+    constants = {name: value for name, value in (constants | {"PDL": True}).items() if name in names}
     signature = {n: "constexpr" if n in constants else kinds.get(n, "*" + kind) for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
     source = ASTSource(kernel, signature, constants, aligned)

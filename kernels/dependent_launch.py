@@ -1,0 +1,44 @@
+"""Programmatic dependent launch: the next kernel gets ready while this one still runs (CUDA's name; sm_90 and newer).
+
+A kernel that takes part begins by `wait_for_inputs`: it lets the next launch come in as soon as all programs of its own
+have begun, and then waits until the launch before has ended and its writes can be seen. Since every such kernel waits
+before it touches memory, the order of a stream holds. What is hidden is the time of launches and of the last programs
+of the kernel before; and a weight, which no kernel writes, may be fetched to the L2 cache in that time.
+"""
+
+import os
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+USE_PDL = (
+    os.environ.get("MAMBALIGN_PDL", "1") == "1"
+)  # its ablation: a kernel is launched when the one before has ended
+LINE_BYTES = tl.constexpr(128)  # of the L2 cache
+
+
+@cache
+def pdl(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that begins by `wait_for_inputs`, and the value of its PDL."""
+    if device.type != "cuda" or not USE_PDL or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """The first statement of a kernel: no memory may be touched before it."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def prefetch_lines(p):
+    """Ask for the lines of the L2 cache that hold these addresses, and do not wait for them."""
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
