@@ -16,7 +16,7 @@ import triton.language as tl
 
 from mambalign.kernels.activation import silu
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
-from mambalign.kernels.rows import MambaRows
+from mambalign.kernels.rows import ROW_POINTERS, MambaRows
 
 BLOCK_T, BLOCK_C = 16, 512  # tokens and channels of a program that only convolves
 BLOCK_KEPT = 1024  # tokens whose state_block a program looks at at a time
@@ -36,7 +36,7 @@ def _row_input(
     return tl.where(i_input < 0, b_old, b_new)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_POINTERS)
 def causal_conv1d_kernel(
     p_x, p_conv_state, p_weight, p_bias, p_y,
     p_query_start, p_query_len, p_conv_block, p_conv_offset, p_temporal_block,
@@ -95,7 +95,7 @@ def causal_conv1d_kernel(
             b_x3, b_x2, b_x1 = b_x2, b_x1, b_x0
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_POINTERS)
 def leave_conv_inputs_kernel(
     p_x, p_conv_state,
     p_query_start, p_query_len, p_conv_block, p_conv_offset, p_temporal_block, p_is_decode, p_state_block,

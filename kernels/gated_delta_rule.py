@@ -20,7 +20,7 @@ import triton.language as tl
 from mambalign.kernels.activation import softplus
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.mamba2_scan import load_quarters, store_quarters, time_steps
-from mambalign.kernels.rows import MambaRows
+from mambalign.kernels.rows import ROW_POINTERS, MambaRows
 
 NORM_EPS = 1e-6  # under the root of a key's and a query's length
 THREAD_ELEMENTS = 32  # of the state, in registers
@@ -154,7 +154,7 @@ def _step(
     return b_h0, b_h1, b_h2, b_h3, b_o
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_POINTERS)
 def gated_delta_rule_kernel(
     p_v, p_kq, p_gates, p_qk, p_temporal_state, p_o,
     p_query_start, p_query_len, p_temporal_block, p_state_block,

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from mambalign.kernels.activation import ACTIVATIONS
-from mambalign.kernels.linear_triton import linear_on_gpu, segments_of, tile_counters, tiles_for
+from mambalign.kernels.linear_triton import WORD_BYTES, linear_on_gpu, segments_of, tile_counters, tiles_for
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,8 @@ def _linear_on_gpu(
 ) -> torch.Tensor:
     num_rows, shape, relu2 = x.shape[0], (*weight.shape, weight.dtype), activation == "relu2"
     library_rows = 0
-    if out_dtype is None and x.is_contiguous() and not (relu2 and num_rows > MAX_SQUARED_ROWS):
+    is_proven = out_dtype is None and x.is_contiguous() and x.data_ptr() % WORD_BYTES == 0  # as the check was made
+    if is_proven and not (relu2 and num_rows > MAX_SQUARED_ROWS):
         library_rows = _library_row_count(num_rows, shape)
     if library_rows:
         out = torch.mm(_pad_rows(x, library_rows), weight)[:num_rows]

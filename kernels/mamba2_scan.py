@@ -17,7 +17,7 @@ import triton.language as tl
 
 from mambalign.kernels.activation import SOFTPLUS_LINEAR_ABOVE, softplus
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
-from mambalign.kernels.rows import MambaRows
+from mambalign.kernels.rows import ROW_POINTERS, MambaRows
 
 LINEAR_ABOVE = tl.constexpr(SOFTPLUS_LINEAR_ABOVE)
 THREAD_ELEMENTS = 32  # of the state, in registers
@@ -33,7 +33,7 @@ def time_steps(b_raw, dt_min):
     return tl.maximum(tl.where(b_raw > LINEAR_ABOVE, b_raw, b_log1p), dt_min)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["p_decay"])
 def scan_inputs_kernel(
     p_dt_raw, p_A, p_dt_bias, dt_min, p_B, p_C, p_dt, p_decay, p_BC,
     DT_STRIDE: tl.constexpr, BC_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, BC_WIDTH: tl.constexpr,
@@ -122,7 +122,7 @@ def _step(
     return b_h0, b_h1, b_h2, b_h3, b_y
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=[*ROW_POINTERS, "p_decay"])
 def mamba2_scan_kernel(
     p_x, p_dt, p_decay, p_BC, p_D, p_temporal_state, p_y,
     p_query_start, p_query_len, p_temporal_block, p_state_block,

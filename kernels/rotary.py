@@ -40,7 +40,7 @@ def _rotate(p_x, b_cos, b_sin, o_head, o_j, NUM_HEADS: tl.constexpr, HEAD_DIM: t
     tl.store(p_low + HALF, (b_high * b_cos + b_low * b_sin).to(p_x.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["last_position"])
+@triton.jit(do_not_specialize=["last_position"], do_not_specialize_on_alignment=["p_positions"])
 def rotary_kernel(
     p_query, p_key, p_positions, p_table, last_position,
     Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,

@@ -4,6 +4,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+# Of `MambaRows`, as kernels name them: views that begin anywhere, of which one binary must serve all.
+ROW_POINTERS = ["p_query_start", "p_query_len", "p_conv_block", "p_conv_offset", "p_temporal_block", "p_is_decode"]
+ROW_POINTERS += ["p_state_block"]
+
 
 @dataclass(frozen=True)
 class MambaRows:

@@ -49,7 +49,7 @@ def argmax_merge_kernel(p_value, p_index, p_out, num_splits, BLOCK: tl.constexpr
     tl.store(p_out + i_row, tl.min(tl.where(b_value == best, b_index, NO_ID), axis=0).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["p_target", "p_draft", "p_query_len"])
 def accept_drafts_kernel(
     p_target, p_draft, p_query_len, p_kept, NUM_DRAFTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

@@ -9,7 +9,7 @@ from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["index"])
 def scatter_rows_kernel(source, dest, index, source_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """dest[index[t]] = source[t] for index[t] >= 0.
 

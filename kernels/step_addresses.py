@@ -15,7 +15,10 @@ BLOCK = 128
 NOWHERE = -1
 
 
-@triton.jit(do_not_specialize=["num_tokens", "columns"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "columns"],
+    do_not_specialize_on_alignment=["p_first", "p_length", "p_table", "p_position", "p_slot"],
+)
 def token_slots_kernel(
     p_row, p_offset, p_first, p_length, p_table, p_position, p_slot, num_tokens, columns,
     KV_BLOCK: tl.constexpr, ONE_EACH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -40,7 +43,12 @@ def token_slots_kernel(
     tl.store(p_slot + o_t, tl.where(is_own, b_block * KV_BLOCK + b_position % KV_BLOCK, -1), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "columns"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_rows", "columns"],
+    do_not_specialize_on_alignment=[
+        "p_query_len", "p_is_decode", "p_computed", "p_column", "p_accepted", "p_table", "p_conv", "p_temporal",
+    ],
+)  # fmt: skip
 def state_blocks_kernel(
     p_row, p_offset, p_boundary, p_query_len, p_is_decode, p_computed, p_column, p_accepted, p_table,
     p_state, p_conv, p_temporal, num_tokens, num_rows, columns, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -39,10 +39,11 @@ class SlotBatch:
         slot = self._free.pop()
         self.slot_of[new.request_id] = slot
         self.requests[slot] = CachedRequest.from_new_row(new)
-        self.num_accepted[slot] = 1
-        self.num_computed[slot] = new.num_computed_tokens
-        self.running_column[slot] = first_column(new.num_computed_tokens, self.align_ctx.block_tokens)
-        self.drafts[slot] = NO_TOKEN
+        column = first_column(new.num_computed_tokens, self.align_ctx.block_tokens)
+        self.num_accepted[slot].fill_(1)  # an assignment would copy a host value, and wait
+        self.num_computed[slot].fill_(new.num_computed_tokens)
+        self.running_column[slot].fill_(column)
+        self.drafts[slot].fill_(NO_TOKEN)
         if self.history.shape[1]:
             self.history[slot, : len(new.token_ids)] = to_device(new.token_ids, torch.int64, self.history.device)
 
