@@ -2,8 +2,10 @@
 
 A kernel that takes part begins by `wait_for_inputs`: it lets the next launch come in as soon as all programs of its own
 have begun, and then waits until the launch before has ended and its writes can be seen. Since every such kernel waits
-before it touches memory, the order of a stream holds. What is hidden is the time of launches and of the last programs
-of the kernel before; and a weight, which no kernel writes, may be fetched to the L2 cache in that time.
+before it touches memory, the order of a stream holds. What is hidden is the time of launches, and of the last programs
+of the kernel before. A kernel that fills the machine lets the next one in only as its programs end: programs that come
+in while it runs crowd where there is room, and a product whose programs are two on some multiprocessors and none on
+others takes a third longer.
 """
 
 import os
@@ -17,7 +19,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 USE_PDL = (
     os.environ.get("MAMBALIGN_PDL", "1") == "1"
 )  # its ablation: a kernel is launched when the one before has ended
-LINE_BYTES = tl.constexpr(128)  # of the L2 cache
 
 
 @cache
@@ -34,11 +35,3 @@ def wait_for_inputs(PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-
-
-@triton.jit
-def prefetch_lines(p):
-    """Ask for the lines of the L2 cache that hold these addresses, and do not wait for them."""
-    tl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )

@@ -10,8 +10,8 @@ blocks of `BLOCK_ROWS` rows from then on. It tries one thread and all of them: a
 
 A GPU runs the kernel of `kernels/linear_triton.py`, whose order of addition is fixed by the weight's shape; the check
 tries that too, and a shape that fails uses one family of tiles for every number of rows. The check also finds the row
-counts, of a short list, at which the GPU's library gives the kernel's bits, launched and captured; wide weights then
-run in the library where many rows share a step.
+counts, of a short list, at which the GPU's library gives the kernel's bits, launched and captured; the library then
+serves where many rows share a step: whole products of wide weights, those of each segment of the others.
 """
 
 import logging
@@ -22,7 +22,15 @@ from functools import partial
 import torch
 
 from mambalign.kernels.activation import ACTIVATIONS
-from mambalign.kernels.linear_triton import WORD_BYTES, linear_on_gpu, segments_of, tile_counters, tiles_for
+from mambalign.kernels.linear_triton import (
+    WORD_BYTES,
+    linear_on_gpu,
+    merge_segments,
+    segment_sums,
+    segments_of,
+    tiles_for,
+)
+from mambalign.kernels.rms_norm import norm_adds_segments
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +42,15 @@ MAX_ROWS = 512  # most rows of one call to the library; more rows are run in pie
 LIBRARY_ROWS = (128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)  # row counts at which a GPU's library may serve
 MAX_SQUARED_ROWS = 256  # of the library; past them the kernel, which squares as it stores, is faster
 MAX_LIBRARY_ELEMENTS = 1 << 28  # of a result that the check computes twice
+WIDEST_NORM = 8192  # no stream of hidden states is wider
 USE_LIBRARY = os.environ.get("MAMBALIGN_LINEAR_LIBRARY", "1") == "1"  # its ablation: the kernel for every row count
 
 Shape = tuple[int, int, torch.dtype]
 _run_by_blocks: set[Shape] = set()  # shapes that the start-up check found wanting
 _library_rows: dict[Shape, set[int]] = {}  # row counts of the library that the check found equal to the kernel
+_merged_widths: set[tuple[int, torch.dtype]] = (
+    set()
+)  # whose norm, given segments, has other bits than given the product
 
 
 def linear(
@@ -74,6 +86,18 @@ def linear(
     return out if out_dtype is None else out.to(out_dtype)
 
 
+def linear_for_sum(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`linear`, for `add_rms_norm` to read: it may take over the sum of K's segments.
+
+    Returns what `linear` does; or [segments, M, N] fp32, which added in order and rounded are that.
+    """
+    if x.is_cuda and bias is None and (weight.shape[1], x.dtype) not in _merged_widths:
+        sums = _segment_sums(x, weight)
+        if sums is not None:
+            return sums
+    return linear(x, weight, bias)
+
+
 def check_linear_invariance(weights: Iterable[torch.Tensor]) -> list[tuple[int, int, torch.dtype]]:
     """Prove `linear` batch-invariant for the shapes of these weights; run those that fail in fixed blocks of rows.
 
@@ -94,6 +118,11 @@ def check_linear_invariance(weights: Iterable[torch.Tensor]) -> list[tuple[int, 
         if device.type == "cuda" and USE_LIBRARY:
             _library_rows[k, n, dtype] = _equal_library_rows(weight)
             logger.info("linear %dx%d %s: library at %s rows", k, n, dtype, sorted(_library_rows[k, n, dtype]))
+        num_segments = segments_of(k, n)[0]
+        if device.type == "cuda" and num_segments > 1 and n <= WIDEST_NORM:
+            if not norm_adds_segments(num_segments, n, dtype, device):
+                _merged_widths.add((n, dtype))
+                logger.warning("norm of %d %s: its bits depend on who adds segments; they are merged before", n, dtype)
     return failed
 
 
@@ -105,24 +134,46 @@ def _linear_on_gpu(
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     num_rows, shape, relu2 = x.shape[0], (*weight.shape, weight.dtype), activation == "relu2"
+    sums = _segment_sums(x, weight)
     library_rows = 0
-    is_proven = out_dtype is None and x.is_contiguous() and x.data_ptr() % WORD_BYTES == 0  # as the check was made
-    if is_proven and not (relu2 and num_rows > MAX_SQUARED_ROWS):
-        library_rows = _library_row_count(num_rows, shape)
+    if sums is None and out_dtype is None and not (relu2 and num_rows > MAX_SQUARED_ROWS):
+        library_rows = _library_row_count(x, shape)
     if library_rows:
         out = torch.mm(_pad_rows(x, library_rows), weight)[:num_rows]
         out = out if bias is None else out.add_(bias)
+        return out if activation is None else ACTIVATIONS[activation](out)
+    if sums is not None:
+        out = merge_segments(sums, bias, out_dtype or x.dtype, relu2)
     else:
-        tiles = tiles_for(num_rows, *shape, one_family=True) if shape in _run_by_blocks else None
+        tiles = tiles_for(num_rows, *shape, one_family=shape in _run_by_blocks)
         out = linear_on_gpu(x, weight, bias, relu2=relu2, out_dtype=out_dtype, tiles=tiles)
-        if relu2:
-            return out
-    return out if activation is None else ACTIVATIONS[activation](out)
+    return out if activation is None or relu2 else ACTIVATIONS[activation](out)
 
 
-def _library_row_count(num_rows: int, shape: Shape) -> int:
-    """The row count to pad to, or 0: none of the equal ones is at most an eighth larger."""
-    counts = _library_rows.get(shape, ())
+def _segment_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """[segments, M, N] fp32, rows contiguous, where segments are run side by side for so many rows; else None."""
+    num_rows, shape = x.shape[0], (*weight.shape, weight.dtype)
+    tiles = tiles_for(num_rows, *shape, one_family=shape in _run_by_blocks)
+    if not tiles.split or num_rows == 0:
+        return None
+    library_rows = _library_row_count(x, shape)
+    if not library_rows:
+        return segment_sums(x, weight, tiles)
+    return _library_sums(_pad_rows(x, library_rows), weight)[:, :num_rows]
+
+
+def _library_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    (num_segments, length), (num_rows, _) = segments_of(*weight.shape), x.shape
+    by_segment = x.view(num_rows, num_segments, length).transpose(0, 1)
+    return torch.bmm(by_segment, weight.view(num_segments, length, -1), out_dtype=torch.float32)
+
+
+def _library_row_count(x: torch.Tensor, shape: Shape) -> int:
+    """The row count to pad x to, or 0: none of the equal ones is at most an eighth larger, or x lies otherwise in
+    memory than what the check compared."""
+    if not x.is_contiguous() or x.data_ptr() % WORD_BYTES:
+        return 0
+    counts, num_rows = _library_rows.get(shape, ()), x.shape[0]
     return next((count for count in sorted(counts) if num_rows <= count and count - num_rows <= num_rows // 8), 0)
 
 
@@ -135,15 +186,26 @@ def _pad_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def _equal_library_rows(weight: torch.Tensor) -> set[int]:
-    """Row counts at which the library gives the kernel's bits: a sum in another order would show in some element."""
+    """Row counts at which the library gives the kernel's bits, over products that nearly cancel."""
     (k, n), equal = weight.shape, set()
-    if segments_of(k, n)[0] > 1 or weight.dtype == torch.float32:
+    num_segments, length = segments_of(k, n)
+    if weight.dtype == torch.float32 or num_segments * length != k:
         return equal
-    x = _hard_values(max(LIBRARY_ROWS), k, 0, weight.device).to(weight.dtype)
-    for count in LIBRARY_ROWS:
-        if count * n > MAX_LIBRARY_ELEMENTS:
-            break
-        want, run = linear_on_gpu(x[:count], weight), partial(torch.mm, x[:count], weight)
+    counts = [count for count in LIBRARY_ROWS if count * n <= MAX_LIBRARY_ELEMENTS]
+    if num_segments > 1:
+        counts = [count for count in counts if tiles_for(count, k, n, weight.dtype).split]
+    if not counts:
+        return equal
+    x, weight = (each.to(weight.dtype) for each in hard_inputs(max(counts), k, n, weight.device))
+    for count in counts:
+        rows = x[:count]
+        if num_segments > 1:
+            run, want = (
+                partial(_library_sums, rows, weight),
+                segment_sums(rows, weight, tiles_for(count, k, n, x.dtype)),
+            )
+        else:
+            run, want = partial(torch.mm, rows, weight), linear_on_gpu(rows, weight)
         if torch.equal(run(), want) and torch.equal(_replayed(run), want):
             equal.add(count)
     return equal
@@ -205,7 +267,6 @@ def _is_invariant(k: int, n: int, dtype: torch.dtype, device: torch.device) -> b
 
 def _is_invariant_on_gpu(k: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Compares the sums before they are rounded, in tiles and segments of the whole weight but fewer columns."""
-    tile_counters(device)
     num_columns, num_rows = n if n < 1024 else 512 + n % 512, 1024
     one_family, segments = (k, n, dtype) in _run_by_blocks, segments_of(k, n)
     x, weight = hard_inputs(num_rows, k, num_columns, device)

@@ -5,10 +5,12 @@ order from an accumulator of zero, and their sums are added in order. Tiles, and
 in a program or side by side in several, follow the number of rows (`tiles_for`) and do not show in the bits: a tensor
 core adds the products of sixteen neighbouring k to its accumulator whatever the tile. `check_linear_invariance` in
 `kernels/linear.py` proves that on the machine at hand.
+
+Segments side by side leave their sums, [segments, M, N] in fp32, to whoever reads them: `merge_segments`, or the norm
+that follows (`kernels/rms_norm.py`).
 """
 
 import os
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -16,22 +18,21 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mambalign.kernels.dependent_launch import LINE_BYTES, pdl, prefetch_lines, wait_for_inputs
+from mambalign.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, pdl, wait_for_inputs
 
 WIDE = 16384  # columns from which one segment gives enough programs to read a weight at full speed
 LONG = 2048  # shorter K is one segment
 NUM_SEGMENTS = 4
 SEGMENT_MULTIPLE: tl.constexpr = tl.constexpr(256)  # a multiple of every BLOCK_K
 GROUP_M = 8  # row tiles that run beside each other, so that they share weight tiles in the L2 cache
-MAX_TILES = 8192  # of a launch whose segments run side by side: one counter each
 WORD_BYTES = 16  # widest load of a thread
-AHEAD_ROWS = int(os.environ.get("MAMBALIGN_LINEAR_AHEAD", "512"))  # of a weight, asked for before x is there
+MERGE_BLOCK = 1024  # columns of a program that adds segments
 USE_TMA = os.environ.get("MAMBALIGN_LINEAR_TMA", "1") == "1"  # its ablation: threads fetch every tile
 
 
 class Tiles(NamedTuple):
-    """How a launch is cut. `split`: segments run side by side, and the last to arrive adds them. `tma`: tiles are
-    fetched by the copy engine of the multiprocessor, where K and rows fit it."""
+    """How a launch is cut. `split`: segments run side by side, and leave their sums. `tma`: tiles are fetched by the
+    copy engine of the multiprocessor, where K and rows fit it."""
 
     block_m: int
     block_n: int
@@ -88,11 +89,8 @@ def tiles_for(num_rows: int, k: int, n: int, dtype: torch.dtype, one_family: boo
 def linear_kernel(
     p_x,
     p_weight,
-    p_ahead,
     p_bias,
     p_out,
-    p_partial,
-    p_counter,
     num_rows,
     K,
     N,
@@ -112,17 +110,14 @@ def linear_kernel(
     HAS_BIAS: tl.constexpr,
     RELU2: tl.constexpr,
     TMA: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out = act(x @ w + b): sums of a segment from zero in fp32, segment sums added in order, then one rounding.
 
     Grid: tiles, grouped for the L2 cache, times segments if they run side by side (SPLIT).
-    A program owns a [BLOCK_M, BLOCK_N] tile of out, or one segment's sums of it, which it leaves in p_partial
-    [SEGMENTS, tiles, BLOCK_M, BLOCK_N] fp32; the program that a tile's counter says is its last adds them up and
-    clears the counter. No sum depends on who that is. X_WORD, W_WORD divide the row strides of x and w. With TMA, p_x
-    and p_weight are descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N]. The first AHEAD rows of a program's
-    weight (p_ahead) are asked for before the wait for x.
+    A program owns a [BLOCK_M, BLOCK_N] tile of out; with SPLIT of one segment's sums, in out [SEGMENTS, M, N] fp32, and
+    without bias and activation. X_WORD, W_WORD divide the row strides of x and w. With TMA, p_x and p_weight are
+    descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N].
     Reads x, w, b; writes out (its dtype is the pointer's); bias and activation round where separate steps would.
     """
     num_m, num_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -141,13 +136,8 @@ def linear_kernel(
     x_stride, w_stride = x_stride // X_WORD * X_WORD, N // W_WORD * W_WORD
     first_m, first_n = i_m * BLOCK_M, i_n * BLOCK_N
     o_n = first_n + tl.arange(0, BLOCK_N)
-    if PDL and AHEAD > 0:
-        LINE: tl.constexpr = LINE_BYTES // (p_ahead.dtype.element_ty.primitive_bitwidth // 8)
-        LINES: tl.constexpr = (BLOCK_N + LINE - 1) // LINE
-        o_ahead = tl.minimum(i_segment * segment_k + tl.arange(0, AHEAD), K - 1).to(tl.int64)
-        o_line = tl.minimum(first_n + tl.arange(0, LINES) * LINE, w_stride - 1)
-        prefetch_lines(p_ahead + o_ahead[:, None] * w_stride + o_line[None, :])
-    wait_for_inputs(PDL)
+    if PDL:
+        gdc_wait()
     if not TMA:
         o_m = tl.minimum(first_m + tl.arange(0, BLOCK_M), num_rows - 1)  # rows past the end: the last, not stored
         o_k = tl.arange(0, BLOCK_K)
@@ -165,20 +155,11 @@ def linear_kernel(
                 p_x, p_weight, first_m, first_n, i * segment_k, segment_k, K, w_stride, o_n < w_stride,
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, EVEN_N, STREAM, TMA,
             )  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()  # not earlier: programs of the next kernel would crowd on some multiprocessors
     if SPLIT:
-        o_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        p_partial += i_program.to(tl.int64) * (BLOCK_M * BLOCK_N) + o_tile
-        next_segment = (num_m * num_n).to(tl.int64) * (BLOCK_M * BLOCK_N)
-        tl.store(p_partial + i_segment * next_segment, total)
-        tl.debug_barrier()  # every thread's sums are there before one of them says so
-        if tl.atomic_add(p_counter + i_program, 1, sem="acq_rel") == SEGMENTS - 1:
-            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for i in range(0, SEGMENTS):
-                total += tl.load(p_partial + i * next_segment, cache_modifier=".cg")
-            _store_tile(p_out, p_bias, total, i_m, o_n, num_rows, w_stride, BLOCK_M, EVEN_N, HAS_BIAS, RELU2)
-            tl.store(p_counter + i_program, 0)
-    else:
-        _store_tile(p_out, p_bias, total, i_m, o_n, num_rows, w_stride, BLOCK_M, EVEN_N, HAS_BIAS, RELU2)
+        p_out += i_segment.to(tl.int64) * num_rows * w_stride
+    _store_tile(p_out, p_bias, total, i_m, o_n, num_rows, w_stride, BLOCK_M, EVEN_N, HAS_BIAS, RELU2)
 
 
 @triton.jit
@@ -238,6 +219,42 @@ def _store_tile(
     tl.store(p_out + o_m.to(tl.int64)[:, None] * N + o_n[None, :], b_out, mask=is_out)
 
 
+@triton.jit(do_not_specialize=["N", "segment_stride"])
+def merge_segments_kernel(
+    p_sums, p_bias, p_out, N, segment_stride,
+    SEGMENTS: tl.constexpr, WORD: tl.constexpr, HAS_BIAS: tl.constexpr, RELU2: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out = act(sum of the segments in order, rounded (+ b)), rounded where `linear_kernel` rounds.
+
+    Grid (rows, tiles of BLOCK columns). A program owns a tile of a row. Reads sums, b; writes out. fp32. WORD divides N
+    and segment_stride.
+    """
+    wait_for_inputs(PDL)
+    N, segment_stride = N // WORD * WORD, segment_stride // WORD * WORD
+    i_row, o_n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    p_sums += i_row.to(tl.int64) * N + o_n
+    b_sum = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(SEGMENTS):
+        b_sum += tl.load(p_sums + i * segment_stride, mask=o_n < N, other=0.0)
+    _store_tile(p_out, p_bias, b_sum[None, :], i_row, o_n, i_row + 1, N, 1, False, HAS_BIAS, RELU2)
+
+
+def merge_segments(
+    sums: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, relu2: bool = False
+) -> torch.Tensor:
+    """Sums [S, M, N] fp32 (rows contiguous), added in order, as [M, N] in `dtype`; plus bias [N], then relu2."""
+    num_segments, num_rows, n = sums.shape
+    out = sums.new_empty(num_rows, n, dtype=dtype)
+    if num_rows:
+        merge_segments_kernel[(num_rows, triton.cdiv(n, MERGE_BLOCK))](
+            sums, out if bias is None else bias, out, n, sums.stride(0),
+            SEGMENTS=num_segments, WORD=8 if n % 8 == 0 else 1, HAS_BIAS=bias is not None, RELU2=relu2,
+            BLOCK=MERGE_BLOCK, **pdl(sums.device),
+        )  # fmt: skip
+    return out
+
+
 def linear_on_gpu(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -252,36 +269,51 @@ def linear_on_gpu(
     `tiles` and `segments` are `tiles_for` and `segments_of` unless given. Raises ValueError for a weight that is not
     contiguous or not on a 16-byte boundary.
     """
-    num_rows, k = x.shape
-    n = weight.shape[1]
+    tiles = tiles or tiles_for(len(x), *weight.shape, x.dtype)
+    segments = segments or segments_of(*weight.shape)
+    if tiles.split and segments[0] > 1:
+        return merge_segments(segment_sums(x, weight, tiles, segments), bias, out_dtype or x.dtype, relu2)
+    out = x.new_empty(len(x), weight.shape[1], dtype=out_dtype)
+    _launch(x, weight, bias, out, relu2, tiles, segments, split=False)
+    return out
+
+
+def segment_sums(
+    x: torch.Tensor, weight: torch.Tensor, tiles: Tiles, segments: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """The products of x and weight (as in `linear_on_gpu`) by segments of K: [segments, M, N], fp32."""
+    segments = segments or segments_of(*weight.shape)
+    out = x.new_empty(segments[0], len(x), weight.shape[1], dtype=torch.float32)
+    _launch(x, weight, None, out, False, tiles, segments, split=True)
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    relu2: bool,
+    tiles: Tiles,
+    segments: tuple[int, int],
+    split: bool,
+) -> None:
+    (num_rows, k), n, (num_segments, segment_k) = x.shape, weight.shape[1], segments
     if not weight.is_contiguous() or weight.data_ptr() % WORD_BYTES:
         raise ValueError(f"a linear weight must be contiguous and aligned to {WORD_BYTES} bytes: {weight.stride()}")
-    out = x.new_empty(num_rows, n, dtype=out_dtype)
     if num_rows == 0:
-        return out
+        return
     if x.stride(1) != 1 or x.data_ptr() % WORD_BYTES:
         x = x.clone(memory_format=torch.contiguous_format)
-    tiles = tiles or tiles_for(num_rows, k, n, x.dtype)
-    num_segments, segment_k = segments or segments_of(k, n)
     num_tiles = -(-num_rows // tiles.block_m) * -(-n // tiles.block_n)
-    split = tiles.split and num_segments > 1
-    partial = counters = out
-    if split:
-        counters = tile_counters(x.device)
-        assert num_tiles <= MAX_TILES, f"{num_tiles} tiles side by side"
-        sums = num_segments * num_tiles * tiles.block_m * tiles.block_n
-        partial = torch.empty(sums, dtype=torch.float32, device=x.device)
     word = WORD_BYTES // x.element_size()
     even_k = k % segment_k == 0 and segment_k % tiles.block_k == 0
     tma = USE_TMA and tiles.tma and even_k and x.stride(0) % word == 0 and n % word == 0
     linear_kernel[(num_tiles * (num_segments if split else 1),)](
         TensorDescriptor.from_tensor(x, [tiles.block_m, tiles.block_k]) if tma else x,
         TensorDescriptor.from_tensor(weight, [tiles.block_k, tiles.block_n]) if tma else weight,
-        weight,
         weight if bias is None else bias,
         out,
-        partial,
-        counters,
         num_rows,
         k,
         n,
@@ -301,18 +333,7 @@ def linear_on_gpu(
         HAS_BIAS=bias is not None,
         RELU2=relu2,
         TMA=tma,
-        AHEAD=AHEAD_ROWS if num_rows <= tiles.block_m else 0,
         **pdl(x.device),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    return out
-
-
-@cache
-def tile_counters(device: torch.device) -> torch.Tensor:
-    """A device's counters, zeros between launches. Raises RuntimeError when first asked for while a graph is captured:
-    the zeros would be written by its replays only."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("linear: run the start-up check before the first capture")
-    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)

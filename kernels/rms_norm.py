@@ -26,9 +26,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual), the sum rounded to the dtype of x [T, D] before it is normed.
+    """(rms_norm(x + residual), x + residual), the sum rounded to the dtype of residual [T, D] before it is normed.
 
-    The bits are those of the two steps. residual: [T, D] of the dtype of x; neither is changed.
+    The bits are those of the two steps; neither is changed. x: [T, D] of the dtype of residual; or, on a GPU, the
+    [segments, T, D] fp32 that a linear layer left (`linear_for_sum`), which are added in order and rounded first.
     """
     if x.is_cuda:
         return rms_norm_on_gpu(x, residual, weight, eps)
@@ -75,7 +76,7 @@ def rms_norm_then_gate(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor
     return normed.mul_(gate32).div_(gate32.neg().exp_().add_(1.0)).to(gate.dtype)
 
 
-@triton.jit(do_not_specialize=["x_stride", "residual_stride", "residual_width"])
+@triton.jit(do_not_specialize=["x_stride", "segment_stride", "residual_stride", "residual_width"])
 def rms_norm_kernel(
     p_x,
     p_residual,
@@ -83,9 +84,11 @@ def rms_norm_kernel(
     p_out,
     p_total,
     x_stride,
+    segment_stride,
     residual_stride,
     residual_width,
     eps,
+    SEGMENTS: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     WORD: tl.constexpr,
@@ -95,12 +98,19 @@ def rms_norm_kernel(
 
     Grid: rows; a program owns one. Reads x, residual, weight; writes out, and total where there is a residual. fp32.
     `residual_width` is D, or 0 without a residual: a run-time value, so that both cases are the same instructions.
-    WORD divides it and the strides.
+    WORD divides it and the strides. With SEGMENTS x is that many sums of a product, which are added and rounded first.
     """
     wait_for_inputs(PDL)
     i_row, o_d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     is_d, is_sum = o_d < D, o_d < residual_width // WORD * WORD
-    b_x = tl.load(p_x + i_row * (x_stride // WORD * WORD) + o_d, mask=is_d, other=0.0)
+    p_x += i_row * (x_stride // WORD * WORD) + o_d
+    if SEGMENTS > 0:
+        b_sum = tl.zeros((BLOCK,), tl.float32)
+        for i in tl.static_range(SEGMENTS):
+            b_sum += tl.load(p_x + i * (segment_stride // WORD * WORD).to(tl.int64), mask=is_d, other=0.0)
+        b_x = b_sum.to(p_out.dtype.element_ty)
+    else:
+        b_x = tl.load(p_x, mask=is_d, other=0.0)
     p_residual += i_row * (residual_stride // WORD * WORD) + o_d
     b_residual = tl.load(p_residual, mask=is_sum, other=0.0)
     b_total = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(p_total.dtype.element_ty)
@@ -116,19 +126,35 @@ def rms_norm_on_gpu(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(normed, x + residual), or (normed, normed) without a residual."""
-    num_rows, width = x.shape
-    out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    num_segments, (num_rows, width) = len(x) if x.dim() == 3 else 0, x.shape[-2:]
+    out = torch.empty(num_rows, width, dtype=x.dtype if residual is None else residual.dtype, device=x.device)
     total = out if residual is None else torch.empty_like(out)
-    word = _word(x, width)
-    x = _aligned_rows(x, word)
+    word = _word(out, width)
+    if not num_segments:
+        x = _aligned_rows(x, word)
     other = x if residual is None else _aligned_rows(residual, word)
     block = triton.next_power_of_2(width)
     if num_rows:
         rms_norm_kernel[(num_rows,)](
-            x, other, weight, out, total, x.stride(0), other.stride(0), 0 if residual is None else width, eps,
-            D=width, BLOCK=block, WORD=word, num_warps=min(8, max(1, block // 512)), **pdl(x.device),
+            x, other, weight, out, total,
+            x.stride(-2), x.stride(0), other.stride(0), 0 if residual is None else width, eps,
+            SEGMENTS=num_segments, D=width, BLOCK=block, WORD=word, num_warps=min(8, max(1, block // 512)),
+            **pdl(x.device),
         )  # fmt: skip
     return out, total
+
+
+def norm_adds_segments(num_segments: int, width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `add_rms_norm` has the same bits given segments as given their sum: it is compiled twice."""
+    generator = torch.Generator(device).manual_seed(width)
+    sums = torch.randn(num_segments, 64, width, generator=generator, device=device)
+    sums *= torch.exp2(torch.randint(-8, 9, sums.shape, generator=generator, device=device).float())
+    residual = torch.randn(64, width, generator=generator, device=device).to(dtype)
+    weight, total = torch.rand(width, generator=generator, device=device), torch.zeros_like(sums[0])
+    for part in sums:
+        total += part
+    got, want = (rms_norm_on_gpu(x, residual, weight, 1e-5) for x in (sums, total.to(dtype)))
+    return all(map(torch.equal, got, want))
 
 
 @triton.jit(do_not_specialize=["x_stride", "gate_stride"])

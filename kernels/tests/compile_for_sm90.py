@@ -25,7 +25,15 @@ from mambalign.kernels import (
     sigmoid_mul,
     silu_mul,
 )
-from mambalign.kernels.linear_triton import AHEAD_ROWS, GROUP_M, WORD_BYTES, linear_kernel, segments_of, tiles_for
+from mambalign.kernels.linear_triton import (
+    GROUP_M,
+    MERGE_BLOCK,
+    WORD_BYTES,
+    linear_kernel,
+    merge_segments_kernel,
+    segments_of,
+    tiles_for,
+)
 
 TARGET = GPUTarget("cuda", 90, 32)
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -52,15 +60,14 @@ def compile_linear(
     tiles, (num_segments, length) = tiles_for(num_rows, k, n, dtype), segments_of(k, n)
     tma = tiles.tma if tma is None else tma
     split, word = tiles.split and num_segments > 1, WORD_BYTES // dtype.itemsize
-    name, out = f"*{NAMES[dtype]}", f"*{NAMES[out_dtype or dtype]}"
-    types = dict.fromkeys(("p_x", "p_weight", "p_ahead", "p_bias"), name) | {"p_out": out}
+    name, out = f"*{NAMES[dtype]}", "*fp32" if split else f"*{NAMES[out_dtype or dtype]}"
+    types = dict.fromkeys(("p_x", "p_weight", "p_bias"), name) | {"p_out": out}
     if tma:
         x_tile, weight_tile = (tiles.block_m, tiles.block_k), (tiles.block_k, tiles.block_n)
         types |= {
             "p_x": f"tensordesc<{name[1:]}{list(x_tile)}>",
             "p_weight": f"tensordesc<{name[1:]}{list(weight_tile)}>",
         }
-    types |= {"p_partial": "*fp32" if split else out, "p_counter": "*i32" if split else out}
     constants = {
         "SEGMENTS": num_segments,
         "SPLIT": split,
@@ -76,15 +83,21 @@ def compile_linear(
         "HAS_BIAS": bias,
         "RELU2": relu2,
         "TMA": tma,
-        "AHEAD": AHEAD_ROWS if num_rows <= tiles.block_m else 0,
     }
     return compile_kernel(linear_kernel, types, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
 
 
-def compile_norm(width: int, dtype: torch.dtype):
+def compile_merge(num_segments: int, dtype: torch.dtype):
+    types = {"p_sums": "*fp32", "p_bias": f"*{NAMES[dtype]}", "p_out": f"*{NAMES[dtype]}"}
+    constants = {"SEGMENTS": num_segments, "WORD": 8, "HAS_BIAS": False, "RELU2": False, "BLOCK": MERGE_BLOCK}
+    return compile_kernel(merge_segments_kernel, types, constants)
+
+
+def compile_norm(width: int, dtype: torch.dtype, num_segments: int = 0):
     block, name = triton.next_power_of_2(width), f"*{NAMES[dtype]}"
     types = dict.fromkeys(("p_x", "p_residual", "p_out", "p_total"), name) | {"p_weight": "*fp32", "eps": "fp32"}
-    constants = {"D": width, "BLOCK": block, "WORD": WORD_BYTES // dtype.itemsize}
+    types |= {"p_x": "*fp32"} if num_segments else {}
+    constants = {"SEGMENTS": num_segments, "D": width, "BLOCK": block, "WORD": WORD_BYTES // dtype.itemsize}
     return compile_kernel(rms_norm.rms_norm_kernel, types, constants, num_warps=min(8, max(1, block // 512)))
 
 
@@ -219,6 +232,7 @@ def main() -> None:
     cases |= {"linear 8192 no tma": (compile_linear, 8192, 4096, 18560, bf16, None, False, False, False)}
     cases |= {"linear odd": (compile_linear, 1, 37, 53, bf16)}
     cases |= {"norm": (compile_norm, 4096, bf16), "norm small": (compile_norm, 256, fp32)}
+    cases |= {"norm of segments": (compile_norm, 4096, bf16, 4), "merge": (compile_merge, 4, bf16)}
     cases |= {"gated": (compile_gated, 1024, bf16), "gated small": (compile_gated, 256, fp32)}
     cases |= {"then gate": (compile_then_gate, 128, bf16), "head norm": (compile_head_norm, 16, 256, bf16)}
     cases |= {"sigmoid_mul": (compile_sigmoid_mul,)}
@@ -261,7 +275,6 @@ def main() -> None:
             "wide_loads": len(re.findall(r"ld\.global[.\w:]*\.v4|cp\.async\.cg[^;]*0x10", ptx)),
             "narrow_copies": len(re.findall(r"cp\.async\.ca", ptx)),
             "waits": ptx.count("griddepcontrol.wait"),
-            "prefetches": ptx.count("prefetch.global.L2"),
         }
     print(json.dumps({"kernels": kernels, "failed": failed}))
 

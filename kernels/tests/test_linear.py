@@ -5,7 +5,8 @@ import torch
 
 from mambalign.kernels import linear as module
 from mambalign.kernels.activation import relu2, silu
-from mambalign.kernels.linear import BLOCK_ROWS, MAX_ROWS, check_linear_invariance, linear
+from mambalign.kernels.linear import BLOCK_ROWS, MAX_ROWS, check_linear_invariance, linear, linear_for_sum
+from mambalign.kernels.rms_norm import add_rms_norm
 from mambalign.kernels.tolerances import tolerance
 
 SHAPES = [(256, 1288), (512, 256), (832, 256), (256, 4096), (1, 1), (37, 53), (63, 7), (513, 100), (1100, 30)]
@@ -107,9 +108,12 @@ def test_bias_activation_and_fp32_results_are_separate_steps(dtype: torch.dtype)
 def test_row_counts_of_the_library_are_padded_by_an_eighth_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (64, 32, torch.bfloat16)
     monkeypatch.setattr(module, "_library_rows", {shape: {2048, 512}})
-    counts = {num_rows: module._library_row_count(num_rows, shape) for num_rows in (1, 448, 456, 512, 513, 2000, 2049)}
+    x = torch.zeros(2050, 64, dtype=torch.bfloat16)
+    counts = {rows: module._library_row_count(x[:rows], shape) for rows in (1, 448, 456, 512, 513, 2000, 2049)}
     assert counts == {1: 0, 448: 0, 456: 512, 512: 512, 513: 0, 2000: 2048, 2049: 0}
-    assert module._library_row_count(512, (64, 33, torch.bfloat16)) == 0
+    assert module._library_row_count(x[:512], (64, 33, torch.bfloat16)) == 0
+    off_a_word, apart = x.view(-1)[1 : 1 + 512 * 64].view(512, 64), x[:512, :32]
+    assert module._library_row_count(off_a_word, shape) == module._library_row_count(apart, shape) == 0
     padded = module._pad_rows(torch.ones(3, 2), 5)
     assert padded.sum() == 6 and padded.shape == (5, 2)
 
@@ -137,7 +141,7 @@ def test_the_library_serves_where_its_bits_are_the_kernels(monkeypatch: pytest.M
     monkeypatch.setattr(module, "MAX_LIBRARY_ELEMENTS", 4096 * 16)
     weight, bias = torch.randn(8, 16).bfloat16(), torch.randn(16).bfloat16()
     assert module._equal_library_rows(weight) == {128, 256, 384, 512, 2048, 4096}
-    assert module._equal_library_rows(weight.float()) == module._equal_library_rows(weight.repeat(512, 1)) == set()
+    assert module._equal_library_rows(weight.float()) == set()
     monkeypatch.setattr(module, "_library_rows", {(8, 16, torch.bfloat16): {256, 512}})
     kernel_rows.clear()
     x = torch.randn(500, 8).bfloat16()
@@ -172,3 +176,19 @@ def test_on_a_gpu_a_row_gives_the_same_bits_in_any_batch(k: int, n: int, dtype: 
             captured.zero_()
             graph.replay()
             assert torch.equal(captured, want[:num_rows])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("k", "n"), [(8192, 4096), (4096, 18560), (12288, 4096)])
+def test_on_a_gpu_a_norm_of_segments_is_a_norm_of_the_product(k: int, n: int) -> None:
+    """Kernel and library alike, whoever adds the segments."""
+    x, weight = (tensor.cuda() for tensor in cancelling(600, k, n, torch.bfloat16))
+    check_linear_invariance([weight])
+    residual, norm = torch.randn(600, n, dtype=x.dtype, device="cuda"), torch.rand(n, device="cuda")
+    product = linear(x, weight)
+    want = add_rms_norm(product, residual, norm, 1e-5)
+    for num_rows in (1, 4, 17, 33, 64, 100, 120, 128, 200, 256, 512):
+        got = add_rms_norm(linear_for_sum(x[:num_rows], weight), residual[:num_rows], norm, 1e-5)
+        assert torch.equal(linear(x[:num_rows], weight), product[:num_rows])
+        assert all(torch.equal(a, b[:num_rows]) for a, b in zip(got, want, strict=True))
+    assert (linear_for_sum(x[:4], weight).dim() == 3) == (n < 16384)

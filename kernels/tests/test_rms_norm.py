@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from mambalign.kernels.rms_norm import (
     PIECE,
     add_rms_norm,
+    norm_adds_segments,
     rms_norm,
     rms_norm_gated,
     rms_norm_gated_on_gpu,
@@ -53,6 +54,23 @@ def test_rms_norm_gated(num_groups: int, width: int, dtype: torch.dtype) -> None
     for first, count in ((0, 1), (3, 2), (7, 63), (40, PIECE), (num_rows - 1, 1)):
         part = slice(first, first + count)
         assert torch.equal(rms_norm_gated(x[part], gate[part], weight, EPS, width // num_groups), whole[part])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("width", [7, 256, 600])
+def test_a_norm_that_adds_segments_has_the_bits_of_one_given_their_sum(
+    width: int, dtype: torch.dtype, device: str
+) -> None:
+    sums = rows(4 * 9, width, 2).view(4, 9, width).to(device)
+    residual, weight = rows(9, width, 3).to(dtype).to(device), rows(1, width, 1)[0].to(device)
+    total = torch.zeros_like(sums[0])
+    for part in sums:
+        total += part
+    for count in (9, 5):
+        got = rms_norm_on_gpu(sums[:, :count], residual[:count], weight, EPS)
+        want = rms_norm_on_gpu(total[:count].to(dtype), residual[:count], weight, EPS)
+        assert all(map(torch.equal, got, want)) and got[0].dtype == dtype
+    assert norm_adds_segments(4, width, dtype, torch.device(device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

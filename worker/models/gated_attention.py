@@ -30,7 +30,7 @@ class GatedAttention:
         self.q_norm, self.k_norm = (
             ZeroCentredRMSNorm(weights, f"{name}.{part}_norm", self.head_dim, self.eps) for part in "qk"
         )
-        self.o_proj = Linear(weights, f"{name}.o_proj", q_width, hidden)
+        self.o_proj = self.last = Linear(weights, f"{name}.o_proj", q_width, hidden)
 
     def linears(self) -> list[Linear]:
         return [self.in_proj, self.o_proj]

@@ -28,7 +28,7 @@ class GatedDeltaNet:
         self.A = -torch.exp(weights.take(f"{name}.A_log", (self.num_heads,), fp32))
         self.dt_bias = weights.take(f"{name}.dt_bias", (self.num_heads,), fp32)
         self.norm_weight = weights.take(f"{name}.norm.weight", (config.linear_value_head_dim,), fp32)
-        self.out_proj = Linear(weights, f"{name}.out_proj", width, config.hidden_size)
+        self.out_proj = self.last = Linear(weights, f"{name}.out_proj", width, config.hidden_size)
         compile_for(weights.device)
 
     def linears(self) -> list[Linear]:

@@ -26,7 +26,7 @@ class GatedMLP:
     ):
         widths = 2 * intermediate_size if isinstance(gate_up, str) else [intermediate_size] * 2
         self.gate_up_proj = Linear(weights, gate_up, hidden_size, widths, bias)
-        self.down_proj = Linear(weights, down, intermediate_size, hidden_size, bias)
+        self.down_proj = self.last = Linear(weights, down, intermediate_size, hidden_size, bias)
         self.gate_scale, self.scale = gate_scale, scale
 
     def linears(self) -> list[Linear]:

@@ -12,7 +12,7 @@ import torch
 from mambalign.kernels.attention import paged_attention_varlen, write_kv_varlen
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.causal_conv1d import causal_conv1d_varlen
-from mambalign.kernels.linear import linear
+from mambalign.kernels.linear import linear, linear_for_sum
 from mambalign.kernels.mamba2_chunk_scan import mamba2_chunk_scan_varlen
 from mambalign.kernels.mamba2_scan import mamba2_scan_varlen
 from mambalign.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_gated
@@ -48,6 +48,8 @@ class Linear:
     order: int64, which published output feature stands at each place; None for the published order.
     """
 
+    is_summed = False  # only `RMSNorm.of_sum` reads what it returns
+
     def __init__(
         self,
         weights: Weights,
@@ -68,6 +70,8 @@ class Linear:
         self.weight, self.bias = weight.t().contiguous(), bias  # K-major
 
     def __call__(self, x: torch.Tensor, activation: str | None = None) -> torch.Tensor:
+        if self.is_summed:
+            return linear_for_sum(x, self.weight, self.bias)
         return linear(x, self.weight, self.bias, activation)
 
 
@@ -80,7 +84,7 @@ class RMSNorm:
         return rms_norm(x, self.weight, self.eps)
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual, and the sum itself."""
+        """The norm of x + residual, and the sum itself. x: of any layer, also of one that `is_summed`."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
@@ -131,7 +135,7 @@ class Mamba2Mixer:
         self.dt_bias = weights.take(f"{name}.dt_bias", (self.num_heads,), fp32)
         self.gated = self.gate_norm(config, weights, f"{name}.norm")
         out_bias = config.use_bias if out_bias is None else out_bias
-        self.out_proj = Linear(weights, f"{name}.out_proj", self.width, config.hidden_size, out_bias)
+        self.out_proj = self.last = Linear(weights, f"{name}.out_proj", self.width, config.hidden_size, out_bias)
 
     def linears(self) -> list[Linear]:
         return [self.in_proj, self.out_proj]
@@ -199,7 +203,7 @@ class Attention:
         self.widths = [q_width, kv_width, kv_width]
         self.rotary, self.scale = rotary, scale or self.head_dim**-0.5
         self.qkv_proj = Linear(weights, [f"{name}.{part}_proj" for part in "qkv"], hidden, self.widths, bias)
-        self.o_proj = Linear(weights, f"{name}.o_proj", q_width, hidden, bias)
+        self.o_proj = self.last = Linear(weights, f"{name}.o_proj", q_width, hidden, bias)
 
     def linears(self) -> list[Linear]:
         return [self.qkv_proj, self.o_proj]
@@ -223,7 +227,7 @@ class MLP:
     def __init__(self, config, weights: Weights, name: str):
         self.activation = config.mlp_hidden_act
         self.up_proj = Linear(weights, f"{name}.up_proj", config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.down_proj = Linear(
+        self.down_proj = self.last = Linear(
             weights, f"{name}.down_proj", config.intermediate_size, config.hidden_size, config.mlp_bias
         )
 

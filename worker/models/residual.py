@@ -9,10 +9,12 @@ from mambalign.worker.models.layers import ForwardContext, Linear, RMSNorm
 
 
 class ResidualBlock:
-    """x + mixer(norm(x))."""
+    """x + mixer(norm(x)). A mixer that returns what a linear layer does names that layer `last`."""
 
     def __init__(self, norm: RMSNorm, mixer: Callable[[torch.Tensor, ForwardContext], torch.Tensor]):
         self.norm, self.mixer = norm, mixer
+        if hasattr(mixer, "last"):
+            mixer.last.is_summed = True
 
     def linears(self) -> list[Linear]:
         return self.mixer.linears()
