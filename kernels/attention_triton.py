@@ -20,6 +20,7 @@ from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 SPLIT_TOKENS = 512
 TILES = {2: (64, 64), 4: (32, 32)}  # by bytes of a number: rows of a tile (query, head of the kv group), and its keys
 MERGE_ROWS = 4
+NUM_STAGES = 2  # of the loads of keys and values
 LOG2_E = 1.4426950408889634
 
 
@@ -368,7 +369,7 @@ def launch_attention(
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "SPLIT_TOKENS": split_tokens,
     }
-    tiles = {"KV_BLOCK": kv_block_tokens, "KEY_TILE": key_tile, "TILE_ROWS": tile_rows, "num_stages": 2}
+    tiles = {"KV_BLOCK": kv_block_tokens, "KEY_TILE": key_tile, "TILE_ROWS": tile_rows, "num_stages": NUM_STAGES}
     tiles["num_warps"] = num_warps(head_dim, query.element_size())
     if not by_split:
         attention_rows_kernel[(num_rows, kv_heads, triton.cdiv(rows.max_query_len, tile_rows // group))](
