@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.activation import softplus
-from mambalign.kernels.mamba2_chunk_shape import CHUNK, NUM_WARPS
+from mambalign.kernels.mamba2_chunk_shape import CHUNK, TILES, ChunkTiles
 from mambalign.kernels.mamba2_scan import time_steps
 from mambalign.kernels.rows import MambaRows
 
@@ -29,18 +29,20 @@ def mamba2_chunk_scan_kernel(
     p_x, p_dt_raw, p_B, p_C, p_A, p_D, p_dt_bias, dt_min, p_temporal_state, p_y,
     p_query_start, p_query_len, p_temporal_block, p_state_block,
     X_STRIDE: tl.constexpr, DT_STRIDE: tl.constexpr, BC_STRIDE: tl.constexpr, GROUP_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The formulas above, chunk after chunk.
 
-    Grid (heads, rows). A program owns a head's state [BLOCK_P, BLOCK_N] over all chunks of a row, in registers, in
-    fp32. Reads inputs and temporal_block; writes y, and the state in the state_block of a chunk's last token. Products
-    add in fp32 over a fixed K, whose entries past a token are zeros.
+    Grid (heads * PARTS, rows). A program owns BLOCK_P rows of a head's state, [BLOCK_P, BLOCK_N], over all chunks of a
+    row, in registers, in fp32. Reads inputs and temporal_block; writes y, and the state in the state_block of a chunk's
+    last token. Products add in fp32 over a fixed K, whose entries past a token are zeros.
     """
     STATE_DTYPE: tl.constexpr = p_temporal_state.dtype.element_ty
-    i_head, i_row, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    i_head, i_part, num_heads = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.num_programs(0) // PARTS
+    i_row = tl.program_id(1)
     start, num_tokens = tl.load(p_query_start + i_row).to(tl.int64), tl.load(p_query_len + i_row)
-    o_t, o_p, o_n = tl.arange(0, CHUNK), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
+    o_t, o_p, o_n = tl.arange(0, CHUNK), i_part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     if num_tokens > 0:
         p_head = p_temporal_state + i_head.to(tl.int64) * (HEAD_DIM * D_STATE) + o_p[:, None] * D_STATE + o_n[None, :]
         mask_n, block = o_n[None, :] < D_STATE, tl.load(p_temporal_block + i_row)
@@ -140,8 +142,9 @@ def mamba2_chunk_scan_varlen_triton(
     temporal_state: torch.Tensor,
     rows: MambaRows,
     y: torch.Tensor | None = None,
+    tiles: ChunkTiles = TILES,
 ) -> torch.Tensor:
-    """`mamba2_chunk_scan_varlen_reference` in one launch."""
+    """`mamba2_chunk_scan_varlen_reference` in one launch. tiles: others in a benchmark."""
     num_tokens, num_heads, head_dim = x.shape
     num_groups, d_state = B.shape[1:]
     assert B.stride(0) == C.stride(0), (B.stride(), C.stride())
@@ -150,11 +153,12 @@ def mamba2_chunk_scan_varlen_triton(
     if num_tokens == 0 or len(rows.query_start) == 0:
         return y
     block_p, block_n = (max(16, triton.next_power_of_2(size)) for size in (head_dim, d_state))  # a product's least
-    mamba2_chunk_scan_kernel[num_heads, len(rows.query_start)](
+    parts = min(tiles.parts, block_p // 16)
+    mamba2_chunk_scan_kernel[num_heads * parts, len(rows.query_start)](
         x, dt_raw, B, C, A, D, dt_bias, dt_min, temporal_state, y,
         rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,
         x.stride(0), dt_raw.stride(0), B.stride(0), num_heads // num_groups, head_dim, d_state,
-        CHUNK, block_p, block_n, num_warps=NUM_WARPS,
+        tiles.chunk, parts, block_p // parts, block_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return y
 
