@@ -25,12 +25,24 @@ from mambalign.kernels.rows import MambaRows
 
 
 @triton.jit
+def chunk_inputs(
+    p_x, p_dt_raw, start, num_tokens, i_head, o_t, o_p,
+    X_STRIDE: tl.constexpr, DT_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """x [CHUNK, BLOCK_P] and dt_raw [CHUNK] of a head from token `start` on, with zeros after `num_tokens`."""
+    token, in_row = start + o_t, o_t < num_tokens
+    mask_x = in_row[:, None] & (o_p[None, :] < HEAD_DIM)
+    b_x = tl.load(p_x + (token * X_STRIDE + i_head * HEAD_DIM)[:, None] + o_p[None, :], mask=mask_x, other=0.0)
+    return b_x, tl.load(p_dt_raw + token * DT_STRIDE + i_head, mask=in_row, other=0.0)
+
+
+@triton.jit
 def mamba2_chunk_scan_kernel(
     p_x, p_dt_raw, p_B, p_C, p_A, p_D, p_dt_bias, dt_min, p_temporal_state, p_y,
     p_query_start, p_query_len, p_temporal_block, p_state_block,
     X_STRIDE: tl.constexpr, DT_STRIDE: tl.constexpr, BC_STRIDE: tl.constexpr, GROUP_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """The formulas above, chunk after chunk.
 
@@ -50,13 +62,16 @@ def mamba2_chunk_scan_kernel(
         found = o_p < tl.where(block >= 0, HEAD_DIM, 0)
         b_h = tl.load(p_head + block.to(tl.int64) * state_size, mask=found[:, None] & mask_n, other=0.0).to(tl.float32)
         A, D, dt_bias = tl.load(p_A + i_head), tl.load(p_D + i_head), tl.load(p_dt_bias + i_head)
-        for first in range(0, num_tokens, CHUNK):
+        b_x, b_raw = chunk_inputs(p_x, p_dt_raw, start, num_tokens, i_head, o_t, o_p, X_STRIDE, DT_STRIDE, HEAD_DIM)
+        for first in tl.range(0, num_tokens, CHUNK, num_stages=NUM_STAGES):
             in_row = o_t < num_tokens - first
             token = start + first + o_t
             mask_x, mask_bc = in_row[:, None] & (o_p[None, :] < HEAD_DIM), in_row[:, None] & mask_n
-            b_raw = tl.load(p_dt_raw + token * DT_STRIDE + i_head, mask=in_row, other=0.0).to(tl.float32)
-            b_dt = tl.where(in_row, time_steps(b_raw + dt_bias, dt_min), 0.0)
-            b_x = tl.load(p_x + (token * X_STRIDE + i_head * HEAD_DIM)[:, None] + o_p[None, :], mask=mask_x, other=0.0)
+            then = first + CHUNK  # the compiler does not bring these two ahead of their use
+            b_next_x, b_next_raw = chunk_inputs(
+                p_x, p_dt_raw, start + then, num_tokens - then, i_head, o_t, o_p, X_STRIDE, DT_STRIDE, HEAD_DIM
+            )
+            b_dt = tl.where(in_row, time_steps(b_raw.to(tl.float32) + dt_bias, dt_min), 0.0)
             o_bc = (token * BC_STRIDE + i_head // GROUP_HEADS * D_STATE)[:, None] + o_n[None, :]
             b_B, b_C = tl.load(p_B + o_bc, mask=mask_bc, other=0.0), tl.load(p_C + o_bc, mask=mask_bc, other=0.0)
 
@@ -74,10 +89,11 @@ def mamba2_chunk_scan_kernel(
             b_new = tl.dot(tl.trans(b_left.to(b_x.dtype)), b_B, input_precision="ieee")
             b_h = tl.fma(b_h, tl.broadcast_to(tl.exp(last), b_h.shape), b_new)
             b_h = b_h.to(STATE_DTYPE).to(tl.float32)
-            kept = tl.load(p_state_block + start + tl.minimum(first + CHUNK, num_tokens) - 1)
+            kept = tl.load(p_state_block + start + tl.minimum(then, num_tokens) - 1)
             if kept >= 0:
                 p_kept = p_head + kept.to(tl.int64) * state_size
                 tl.store(p_kept, b_h.to(STATE_DTYPE), mask=(o_p < HEAD_DIM)[:, None] & mask_n)
+            b_x, b_raw = b_next_x, b_next_raw
 
 
 def mamba2_chunk_scan_varlen_reference(
@@ -158,7 +174,7 @@ def mamba2_chunk_scan_varlen_triton(
         x, dt_raw, B, C, A, D, dt_bias, dt_min, temporal_state, y,
         rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,
         x.stride(0), dt_raw.stride(0), B.stride(0), num_heads // num_groups, head_dim, d_state,
-        tiles.chunk, parts, block_p // parts, block_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        tiles.chunk, parts, block_p // parts, block_n, tiles.num_stages, num_warps=tiles.num_warps,
     )  # fmt: skip
     return y
 

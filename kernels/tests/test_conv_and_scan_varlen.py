@@ -474,7 +474,7 @@ from mambalign.kernels import causal_conv1d as conv, mamba2_chunk_scan as chunks
 FP32 = ("p_weight", "p_bias", "p_A", "p_D", "p_dt_bias", "p_dt", "p_decay", "p_BC", "p_temporal_state")
 INTS = ("query_start", "query_len", "conv_block", "conv_offset", "temporal_block", "is_decode", "state_block")
 
-def build(kernel, kind, constants, num_warps=4, num_stages=3):
+def build(kernel, kind, constants, num_warps=4):
     kinds = dict.fromkeys(FP32, "*fp32") | {"p_" + name: "*i32" for name in INTS} | {"dt_min": "fp32"}
     if kernel is scan.mamba2_scan_kernel or kernel is chunks.mamba2_chunk_scan_kernel:
         kinds["p_y"] = "*fp32"
@@ -483,8 +483,7 @@ def build(kernel, kind, constants, num_warps=4, num_stages=3):
     signature = {n: "constexpr" if n in constants else kinds.get(n, "*" + kind) for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
     source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
     print(kernel.__name__, kind, built.asm["ptx"].count("shfl.sync"), "shuffles", len(built.asm["cubin"]))
 
 for kind, heads, head_dim, groups, d_state in (("bf16", 128, 64, 8, 128), ("fp32", 8, 64, 2, 64)):
@@ -506,7 +505,8 @@ for kind, heads, head_dim, groups, d_state in (("bf16", 128, 64, 8, 128), ("fp32
     if kind == "bf16":
         tiles = chunks.TILES
         sizes |= {"CHUNK": tiles.chunk, "PARTS": tiles.parts, "BLOCK_P": head_dim // tiles.parts, "BLOCK_N": d_state}
-        build(chunks.mamba2_chunk_scan_kernel, kind, sizes, tiles.num_warps, tiles.num_stages)
+        sizes |= {"NUM_STAGES": tiles.num_stages}
+        build(chunks.mamba2_chunk_scan_kernel, kind, sizes, tiles.num_warps)
 """
 
 
