@@ -4,7 +4,8 @@
 A time is the median of some replays of a CUDA graph of 20 calls, over several copies of a weight or state, so that
 nothing comes from the L2 cache. The limit of a call is the larger of its bytes at the measured copy rate and its
 operations at 790 TFLOP/s. The first lines are the ceilings; the last is one JSON object. `--tiles` tries the tiles of
-the linear layer instead, and prints the best of each table line. Needs a CUDA device.
+the linear layer instead, and prints the best of each table line; `--chunk-tiles` tries those of the chunked scan.
+Needs a CUDA device.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import importlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -24,6 +25,8 @@ from mambalign.kernels import linear_triton
 from mambalign.kernels.activation import relu2
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.linear_triton import Tiles, linear_on_gpu, segments_of, tiles_for
+from mambalign.kernels.mamba2_chunk_scan import mamba2_chunk_scan_varlen_triton
+from mambalign.kernels.mamba2_chunk_shape import TILES, ChunkTiles
 from mambalign.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_gated
 from mambalign.kernels.rows import MambaRows
 from mambalign.kernels.sampling import accept_drafts, argmax_rows
@@ -44,6 +47,7 @@ HEAD_ROWS = 512  # most rows of which logits are taken
 HEADS, HEAD_DIM, D_STATE, GROUPS, CONV_DIM, CONV_WIDTH, DRAFTS = 128, 64, 128, 8, 10240, 4, 3
 QUERY_HEADS, KV_HEADS, ATTENTION_DIM, KV_BLOCK = 32, 8, 128, 16
 CALLS = 20  # of a graph
+LONG_CALLS = 3  # of a graph, of what takes long and leaves much
 COLD_BYTES = 256 << 20  # more than the L2 cache holds
 TFLOPS = 790.0
 
@@ -182,7 +186,6 @@ def find(module: str, name: str) -> Callable | None:
 def bench_mamba(bench: Bench) -> None:
     """Conv and scan of one layer: verification of drafts in a full batch, one request, and one long prompt."""
     scan, conv = find("mamba2_scan", "mamba2_scan_varlen"), find("causal_conv1d", "causal_conv1d_varlen")
-    params = [torch.rand(HEADS, device=DEVICE) for _ in range(3)]
     conv_weight, conv_bias = torch.randn(CONV_WIDTH, CONV_DIM, device=DEVICE), torch.randn(CONV_DIM, device=DEVICE)
     for num_rows, q, keep_all in ((128, 4, True), (128, 4, False), (128, 1, True), (1, 4, True), (1, 2048, False)):
         rows, tokens = mamba_rows(num_rows, q, keep_all), num_rows * q
@@ -190,11 +193,7 @@ def bench_mamba(bench: Bench) -> None:
         projected = half(tokens, IN_PROJ)
         name = f"{num_rows} rows of {q}" + (", all kept" if keep_all and q > 1 else "")
         if scan:
-            state = torch.zeros(num_blocks, HEADS, HEAD_DIM, D_STATE, device=DEVICE)
-            x = projected[:, MAMBA_WIDTH : 2 * MAMBA_WIDTH].unflatten(1, (HEADS, HEAD_DIM))
-            b, c = projected[:, 2 * MAMBA_WIDTH : -HEADS].unflatten(1, (2, GROUPS, D_STATE)).unbind(1)
-            A, D, dt_bias = -params[0], params[1], params[2]
-            arguments = (x, projected[:, -HEADS:], b, c, A, D, dt_bias, 0.0, state, rows)
+            arguments = scan_arguments(projected, num_blocks, rows)
             moved = num_rows * (1 + (q if keep_all else 1)) * 4 * HEADS * HEAD_DIM * D_STATE
             limit = bench.limit_us(moved + tokens * (2 * CONV_DIM + 4 * MAMBA_WIDTH))
             bench.report(f"scan {name}", tokens, [partial(scan, *arguments)] * CALLS, limit)
@@ -206,6 +205,40 @@ def bench_mamba(bench: Bench) -> None:
             arguments = (projected[:, MAMBA_WIDTH:-HEADS], state, conv_weight, conv_bias, rows, layout)
             limit = bench.limit_us(4 * CONV_DIM * (tokens + num_rows * CONV_WIDTH))
             bench.report(f"conv {layout} {name}", tokens, [partial(conv, *arguments)] * CALLS, limit)
+
+
+def scan_arguments(projected: torch.Tensor, num_blocks: int, rows: MambaRows) -> tuple:
+    """What either scan of one layer takes, cut from what in_proj returns."""
+    A, D, dt_bias = (torch.rand(HEADS, device=DEVICE) for _ in range(3))
+    state = torch.zeros(num_blocks, HEADS, HEAD_DIM, D_STATE, device=DEVICE)
+    x = projected[:, MAMBA_WIDTH : 2 * MAMBA_WIDTH].unflatten(1, (HEADS, HEAD_DIM))
+    b, c = projected[:, 2 * MAMBA_WIDTH : -HEADS].unflatten(1, (2, GROUPS, D_STATE)).unbind(1)
+    return (x, projected[:, -HEADS:], b, c, -A, D, dt_bias, 0.0, state, rows)
+
+
+def bench_chunks(bench: Bench, tried: Sequence[ChunkTiles] = ()) -> None:
+    """The chunked scan of one layer over a long prompt, and over eight at once: by the tiles in use, then by others.
+
+    Says so where tiles of one chunk give different bits.
+    """
+    for num_rows, q in ((1, 8192), (8, 1024)):
+        rows, tokens = mamba_rows(num_rows, q, keep_all=False), num_rows * q
+        arguments = scan_arguments(half(tokens, IN_PROJ), num_rows, rows)
+        limit = bench.limit_us(tokens * (2 * CONV_DIM + 4 * MAMBA_WIDTH))
+        calls = {t: partial(mamba2_chunk_scan_varlen_triton, *arguments, tiles=t) for t in (TILES, *tried)}
+        compile_all(calls.values())
+        expected: dict[int, list[torch.Tensor]] = {}  # by chunk
+        for tiles, call in calls.items():
+            try:
+                state = arguments[-2].zero_()
+                result = [call(), state.clone()]
+                name = f"chunks {num_rows} rows of {q} {tuple(tiles)}"
+                bench.report(name, tokens, [call] * LONG_CALLS, limit)
+            except Exception as error:  # too much shared memory
+                print(f"  {tiles}: {str(error).splitlines()[0][:80]}")
+                continue
+            if not all(map(torch.equal, result, expected.setdefault(tiles.chunk, result))):
+                print(f"  {tiles}: OTHER BITS than the first tiles of this chunk")
 
 
 def bench_attention(bench: Bench) -> None:
@@ -252,6 +285,7 @@ def candidates(most_rows: int) -> Iterator[Tiles]:
 def sweep_tiles(bench: Bench, seconds: float) -> None:
     """The tile with the least sum of times, over the weights of a kind, for each line of the tables."""
     deadline, most = time.monotonic() + seconds, {0: 8192}
+    linear_triton.tile_counters(torch.device("cuda", torch.cuda.current_device()))
     kinds = {kind: [s for s in WEIGHTS.values() if (segments_of(*s)[0] > 1) == kind] for kind in (True, False)}
     lines = [(kind, rows) for kind in kinds for rows in (16, 32, 64, 128, 256, 512, 0)]
     for line, (kind, most_rows) in enumerate(lines):
@@ -262,7 +296,7 @@ def sweep_tiles(bench: Bench, seconds: float) -> None:
         tried = list(dict.fromkeys([tiles_for(m, *shapes[0], torch.bfloat16), *tried]))
         stop = time.monotonic() + (deadline - time.monotonic()) / (len(lines) - line)
         inputs = {s: (half(m, s[0]), weight_copies(*s)) for s in shapes}
-        compile_all(tried, inputs)
+        compile_all(partial(linear_on_gpu, x, copies[0], tiles=t) for t, (x, copies) in product(tried, inputs.values()))
         total = {}
         for tiles in tried:
             if total and time.monotonic() > stop:
@@ -281,18 +315,17 @@ def sweep_tiles(bench: Bench, seconds: float) -> None:
         del inputs
 
 
-def compile_all(tried: list[Tiles], inputs: dict) -> None:
+def compile_all(calls: Iterable[Callable[[], object]]) -> None:
     """Side by side; whoever fails fails again where it is timed."""
 
-    def compile_one(job: tuple[Tiles, tuple]) -> None:
+    def compile_one(call: Callable[[], object]) -> None:
         try:
-            linear_on_gpu(job[1][0], job[1][1][0], tiles=job[0])
+            call()
         except Exception:  # reported by the timing
             return
 
-    linear_triton.tile_counters(torch.device("cuda", torch.cuda.current_device()))
     with ThreadPoolExecutor(12) as pool:
-        list(pool.map(compile_one, product(tried, inputs.values())))
+        list(pool.map(compile_one, calls))
 
 
 def time_tiles(tiles: Tiles, x: torch.Tensor, copies: list[torch.Tensor], replays: int) -> float:
@@ -306,8 +339,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replays", type=int, default=5, help="graph replays, of which the median counts")
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="numbers of rows")
-    parser.add_argument("--only", choices=("linear", "rows", "mamba", "attention"), nargs="*", help="some of the parts")
+    parts = {
+        "linear": lambda: bench_linear(bench, options.rows),
+        "rows": lambda: bench_row_kernels(bench, options.rows),
+        "mamba": lambda: bench_mamba(bench),
+        "chunks": lambda: bench_chunks(bench),
+        "attention": lambda: bench_attention(bench),
+    }
+    parser.add_argument("--only", choices=parts, nargs="*", help="some of the parts")
     parser.add_argument("--tiles", action="store_true", help="try the tiles of the linear layer, and nothing else")
+    parser.add_argument("--chunk-tiles", action="store_true", help="try those of the chunked scan, and nothing else")
     parser.add_argument("--seconds", type=float, default=60, help="of --tiles, about")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -316,15 +357,11 @@ def main() -> None:
     bench = Bench(options.replays)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     print(f"ceilings: copy {bench.tb_s:.2f} TB/s, read plus write; {TFLOPS:.0f} TFLOP/s, bf16")
-    parts = {
-        "linear": lambda: bench_linear(bench, options.rows),
-        "rows": lambda: bench_row_kernels(bench, options.rows),
-        "mamba": lambda: bench_mamba(bench),
-        "attention": lambda: bench_attention(bench),
-    }
     if options.tiles:
         sweep_tiles(bench, options.seconds)
-    for part in () if options.tiles else options.only or parts:
+    if options.chunk_tiles:
+        bench_chunks(bench, [ChunkTiles(*sizes) for sizes in product((32, 64), (1, 2, 4), (4, 8), (2, 3))])
+    for part in () if options.tiles or options.chunk_tiles else options.only or parts:
         parts[part]()
     result = {"device": torch.cuda.get_device_name(), "copy_tb_s": round(bench.tb_s, 3), "results": bench.results}
     print(json.dumps(result))

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from mambalign.kernels import causal_conv1d, mamba2_chunk_scan, mamba2_scan
+from mambalign.kernels.mamba2_chunk_shape import CHUNK, TILES
 from mambalign.kernels.rows import MambaRows
 from mambalign.kernels.tolerances import tolerance
 
@@ -94,10 +95,11 @@ class Layer:
         temporal_dtype: torch.dtype = torch.float32,
         dtype: torch.dtype = torch.float32,
         by_chunks: bool = False,
+        chunk: int = CHUNK,
     ):
         generator = torch.Generator().manual_seed(shape.conv_dim)
         self.shape, self.path, self.layout, self.dtype = shape, path, layout, dtype
-        self.by_chunks = by_chunks
+        self.by_chunks, self.chunk = by_chunks, chunk
         self.device = DEVICE if path == "triton" else "cpu"
         self.conv_weight = torch.randn(shape.conv_width, shape.conv_dim, generator=generator)
         self.conv_bias = torch.randn(shape.conv_dim, generator=generator)
@@ -171,7 +173,8 @@ class Layer:
 
     def scan(self, *arguments) -> torch.Tensor:
         if self.by_chunks and self.path == "triton":
-            return with_kernels(mamba2_chunk_scan).mamba2_chunk_scan_varlen_triton(*arguments)
+            tiles = TILES._replace(chunk=self.chunk)
+            return with_kernels(mamba2_chunk_scan).mamba2_chunk_scan_varlen_triton(*arguments, tiles=tiles)
         if self.by_chunks:
             return mamba2_chunk_scan.mamba2_chunk_scan_varlen(*arguments)
         if self.path == "triton":
@@ -451,16 +454,18 @@ def check_chunks(layer: Layer, chunk: int, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chunks(shape: Shape) -> None:
-    check_chunks(Layer(shape, "cpu", by_chunks=True), mamba2_chunk_scan.CHUNK, 2 * mamba2_chunk_scan.CHUNK + 5)
+    check_chunks(Layer(shape, "cpu", by_chunks=True), CHUNK, 2 * CHUNK + 5)
 
 
 # The interpreter multiplies matrices of bfloat16 as integers.
 @INTERPRETED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16])
-def test_triton_chunks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(with_kernels(mamba2_chunk_scan), "CHUNK", 16)
-    for shape in [Shape(2, 10, 1, 12, 4), Shape(4, 16, 2, 20, 4)]:
-        check_chunks(Layer(shape, "triton", dtype=dtype, by_chunks=True), 16, 37)
+def test_triton_chunks(dtype: torch.dtype) -> None:
+    shapes, chunk = [Shape(2, 10, 1, 12, 4), Shape(4, 16, 2, 20, 4), Shape(2, 40, 1, 20, 4)], 16
+    if DEVICE == "cuda":
+        shapes, chunk = SHAPES, CHUNK
+    for shape in shapes:
+        check_chunks(Layer(shape, "triton", dtype=dtype, by_chunks=True, chunk=chunk), chunk, 2 * chunk + 5)
 
 
 COMPILE = """
@@ -501,8 +506,10 @@ for kind, heads, head_dim, groups, d_state in (("bf16", 128, 64, 8, 128), ("fp32
     rows = 32 * scan.NUM_WARPS * scan.THREAD_ELEMENTS // d_state
     build(scan.mamba2_scan_kernel, kind, sizes | {"BLOCK_P": rows}, scan.NUM_WARPS)
     if kind == "bf16":
-        sizes |= {"CHUNK": chunks.CHUNK, "BLOCK_P": head_dim, "BLOCK_N": d_state}
-        build(chunks.mamba2_chunk_scan_kernel, kind, sizes, chunks.NUM_WARPS)
+        tiles = chunks.TILES
+        sizes |= {"CHUNK": tiles.chunk, "PARTS": tiles.parts, "BLOCK_P": head_dim // tiles.parts, "BLOCK_N": d_state}
+        sizes |= {"NUM_STAGES": tiles.num_stages}
+        build(chunks.mamba2_chunk_scan_kernel, kind, sizes, tiles.num_warps)
 """
 
 
