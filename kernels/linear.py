@@ -39,7 +39,7 @@ BLOCK_ROWS = 8
 ROWS_TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 31, 32, 33, 37, 48, 64, 65, 100, 128, 200, 256, 384)
 MAX_ROWS = 512  # most rows of one call to the library; more rows are run in pieces of this many
 
-LIBRARY_ROWS = (128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)  # row counts at which a GPU's library may serve
+LIBRARY_ROWS = (96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)  # row counts at which a GPU's library may serve
 MAX_SQUARED_ROWS = 256  # of the library; past them the kernel, which squares as it stores, is faster
 MAX_LIBRARY_ELEMENTS = 1 << 28  # of a result that the check computes twice
 WIDEST_NORM = 8192  # no stream of hidden states is wider

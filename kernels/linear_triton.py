@@ -47,20 +47,20 @@ class Tiles(NamedTuple):
 # bytes are the fastest of `scripts/bench_kernels.py --tiles` on an H200 over the weights of an 8B model.
 _TILES: dict[tuple[int, bool], list[tuple[int, Tiles]]] = {
     (2, False): [
-        (16, Tiles(16, 64, 128, 4, 4, tma=True)),
-        (32, Tiles(32, 128, 64, 4, 5, tma=True)),
-        (64, Tiles(64, 256, 64, 8, 4)),
+        (16, Tiles(16, 128, 64, 4, 4, tma=True)),
+        (32, Tiles(32, 128, 64, 4, 4, tma=True)),
+        (64, Tiles(64, 128, 64, 4, 4, tma=True)),
         (128, Tiles(128, 256, 64, 8, 4, tma=True)),
         (256, Tiles(128, 128, 64, 4, 3, tma=True)),
         (512, Tiles(128, 128, 64, 8, 4)),
         (0, Tiles(128, 256, 64, 8, 4, tma=True)),
     ],
     (2, True): [
-        (16, Tiles(16, 64, 128, 4, 4, True, tma=True)),
+        (16, Tiles(16, 128, 64, 4, 5, True, tma=True)),
         (32, Tiles(32, 128, 64, 4, 5, True, tma=True)),
         (64, Tiles(64, 64, 64, 4, 5, True, tma=True)),
-        (128, Tiles(128, 128, 64, 8, 4, True)),
-        (256, Tiles(128, 128, 64, 8, 3, True)),
+        (128, Tiles(128, 64, 64, 4, 4, True, tma=True)),
+        (256, Tiles(128, 128, 64, 8, 3, True, tma=True)),
         (512, Tiles(64, 128, 64, 4, 4, tma=True)),
         (0, Tiles(128, 256, 64, 8, 3, tma=True)),
     ],

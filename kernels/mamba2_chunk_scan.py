@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.activation import softplus
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.mamba2_chunk_shape import CHUNK, TILES, ChunkTiles
 from mambalign.kernels.mamba2_scan import time_steps
-from mambalign.kernels.rows import MambaRows
+from mambalign.kernels.rows import ROW_POINTERS, MambaRows
 
 LOG2_E = tl.constexpr(1 / log(2))  # a power of 2 takes fewer instructions than one of e
 
@@ -40,13 +41,13 @@ def chunk_inputs(
     return b_x, tl.load(p_dt_raw + token * DT_STRIDE + i_head, mask=in_row, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_POINTERS)
 def mamba2_chunk_scan_kernel(
     p_x, p_dt_raw, p_B, p_C, p_A, p_D, p_dt_bias, dt_min, p_temporal_state, p_y,
     p_query_start, p_query_len, p_temporal_block, p_state_block,
     X_STRIDE: tl.constexpr, DT_STRIDE: tl.constexpr, BC_STRIDE: tl.constexpr, GROUP_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The formulas above, chunk after chunk.
 
@@ -54,6 +55,7 @@ def mamba2_chunk_scan_kernel(
     row, in registers, in fp32. Reads inputs and temporal_block; writes y, and the state in the state_block of a chunk's
     last token. Products add in fp32 over a fixed K, whose entries past a token are zeros.
     """
+    wait_for_inputs(PDL)
     STATE_DTYPE: tl.constexpr = p_temporal_state.dtype.element_ty
     i_head, i_part, num_heads = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.num_programs(0) // PARTS
     i_row = tl.program_id(1)
@@ -179,6 +181,7 @@ def mamba2_chunk_scan_varlen_triton(
         rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,
         x.stride(0), dt_raw.stride(0), B.stride(0), num_heads // num_groups, head_dim, d_state,
         tiles.chunk, parts, block_p // parts, block_n, tiles.num_stages, num_warps=tiles.num_warps,
+        **pdl(x.device),
     )  # fmt: skip
     return y
 

@@ -17,7 +17,7 @@ NOWHERE = -1
 
 @triton.jit(
     do_not_specialize=["num_tokens", "columns"],
-    do_not_specialize_on_alignment=["p_first", "p_length", "p_table", "p_position", "p_slot"],
+    do_not_specialize_on_alignment=["p_row", "p_offset", "p_first", "p_length", "p_table", "p_position", "p_slot"],
 )
 def token_slots_kernel(
     p_row, p_offset, p_first, p_length, p_table, p_position, p_slot, num_tokens, columns,
@@ -46,7 +46,8 @@ def token_slots_kernel(
 @triton.jit(
     do_not_specialize=["num_tokens", "num_rows", "columns"],
     do_not_specialize_on_alignment=[
-        "p_query_len", "p_is_decode", "p_computed", "p_column", "p_accepted", "p_table", "p_conv", "p_temporal",
+        "p_row", "p_offset", "p_boundary", "p_query_len", "p_is_decode", "p_computed", "p_column", "p_accepted", "p_table",
+        "p_state", "p_conv", "p_temporal",
     ],
 )  # fmt: skip
 def state_blocks_kernel(
