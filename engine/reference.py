@@ -17,9 +17,10 @@ import torch
 
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.rows import MambaRows, ScanRows
+from mambalign.kernels.sampling import NO_BEST
 from mambalign.worker.forward_batch import NO_BLOCK, ForwardBatch
 from mambalign.worker.models.registry import load_model
-from mambalign.worker.sampler import Sampler, SampleRow
+from mambalign.worker.sampler import NOT_NUMBERS, Sampler, SampleRow
 from mambalign.worker.sampling_params import SamplingParams, TokenLogprobs
 from mambalign.worker.state_cache import StateCache
 
@@ -55,7 +56,8 @@ class ReferenceEngine:
     def generate(self, prompt_token_ids: list[int], params: SamplingParams, choice: int = 0) -> Generation:
         """Continue a prompt of at least one token. Stop strings are not looked at: no text is made here.
 
-        params: a row that samples needs a seed. choice: which of the request's `n` answers to give.
+        params: a row that samples needs a seed. choice: which of the request's `n` answers to give. Raises
+        FloatingPointError when the model's logits are not numbers.
         """
         if params.structured_outputs is not None:
             raise ValueError("structured_outputs: there is no tokenizer here to follow a grammar with")
@@ -69,6 +71,8 @@ class ReferenceEngine:
             num_computed += len(new_token_ids)
             row = SampleRow(params, prompt_token_ids, output_token_ids, choice)
             sampled = self.sampler(self.model.compute_logits(hidden[-1:]), [row], torch.tensor([num_computed]))
+            if sampled.token_ids == NO_BEST.value:
+                raise FloatingPointError(NOT_NUMBERS)
             output_token_ids.append(int(sampled.token_ids))
             logprobs += sampled.logprobs.entries()
             if self._is_end(output_token_ids, params):

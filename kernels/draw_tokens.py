@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mambalign.kernels.noise import gumbel_noise, gumbel_of
+from mambalign.kernels.sampling import NO_BEST
 
 MAX_VOCAB = 2**19 - 1  # 2**19 weights of the best token still fit a signed 64-bit sum
 MASKED = torch.finfo(torch.float32).min  # finite: a row that is masked everywhere still has a maximum
@@ -78,7 +79,7 @@ def draw_tokens_kernel(
     p_logits, p_row, p_key, p_temperature, p_floor, p_top_k, p_top_p, p_out, V,
     WORD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The formula of this file, for the rows that `p_row` names.
+    """The formula of this file, for the rows that `p_row` names but for those whose out is NO_BEST: it stays.
 
     Grid: (drawn rows). A program owns a row; it walks over it once for its best logit, eight times for each filter that
     is on (a radix search, four bits at a time), once to draw. Reads logits fp32, writes out[row] int64. Masses int64,
@@ -87,6 +88,8 @@ def draw_tokens_kernel(
     V = V // WORD * WORD
     i_draw = tl.program_id(0).to(tl.int64)
     i_row, key = tl.load(p_row + i_draw), tl.load(p_key + i_draw)
+    if tl.load(p_out + i_row) == NO_BEST:
+        return
     temperature, floor = tl.load(p_temperature + i_draw), tl.load(p_floor + i_draw)
     top_k, top_p = tl.load(p_top_k + i_draw), tl.load(p_top_p + i_draw)
     p_logits += i_row * V
@@ -234,13 +237,17 @@ def draw_tokens(
     top_k: Tensor,
     top_p: Tensor,
 ) -> None:
-    """Write `draw_tokens_reference` into out[rows], int64 [N]; on a GPU in one launch without synchronisation."""
+    """Write `draw_tokens_reference` into out[rows], int64 [N]; on a GPU in one launch without synchronisation.
+
+    A row whose out is NO_BEST has nothing to draw from, and keeps it.
+    """
     arguments = (rows, keys, temperature, floor, top_k, top_p)
     if logits.is_cuda:
         draw_tokens_on_gpu(out, logits, *arguments)
         return
     for parts in zip(*(argument.split(rows_of_cpu_chunk(logits)) for argument in arguments), strict=True):
-        out[parts[0]] = draw_tokens_reference(logits, *parts)
+        drawn, before = draw_tokens_reference(logits, *parts), out[parts[0]]
+        out[parts[0]] = torch.where(before == NO_BEST.value, before, drawn)
 
 
 def draw_tokens_on_gpu(

@@ -9,6 +9,7 @@ import torch
 
 from mambalign.kernels.draw_tokens import draw_tokens_on_gpu, draw_tokens_reference
 from mambalign.kernels.noise import gumbel_noise, noise_bits, position_keys, stream_key
+from mambalign.kernels.sampling import NO_BEST
 
 
 def loop(logits: list[float], key: int, temperature: float, floor: float, top_k: int, top_p: float) -> int:
@@ -54,10 +55,14 @@ def test_every_mixture_of_filters_against_the_loop(vocab_size: int) -> None:
 def test_the_kernel_draws_what_the_reference_draws(vocab_size: int, block: int, device: str) -> None:
     for seed in range(2):
         logits, *arguments = make(14, vocab_size, seed, device)
-        out = torch.full((14,), -1, device=device)
+        out = torch.full((14,), 7, device=device)
+        without_best = arguments[0][:2].tolist()
+        logits[without_best, -1] = math.nan
+        out[without_best] = NO_BEST.value
         draw_tokens_on_gpu(out, logits, *arguments, block=block)
-        want = torch.full((14,), -1)
+        want = torch.full((14,), 7)
         want[arguments[0].cpu()] = draw_tokens_reference(logits.cpu(), *(a.cpu() for a in arguments))
+        want[without_best] = NO_BEST.value
         assert out.tolist() == want.tolist()
 
 
