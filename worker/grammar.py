@@ -77,8 +77,8 @@ class GrammarCompiler:
     """Makes states of requests' grammars; keeps the latest grammars compiled. Reads the tokenizer when first asked.
 
     Args:
-        tokenizer: of the model, which may know more tokens; `vocab_size` logits, padding included, of which
-            `eos_token_ids` end a text.
+        tokenizer: of the model, which may have more tokens, if only such as no text is made of; `vocab_size` logits,
+            padding included, of which `eos_token_ids` end a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):

@@ -223,4 +223,16 @@ MUTANTS = [
         "min(len(result.token_ids) - 1, len(kept))",
         "len(result.token_ids) - 1",
     ),
+    Mutant(
+        "a grammar goes on from drafts that were not kept",
+        "worker/grammar.py",
+        "            self._matcher.rollback(num_ahead)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "masks of a run by its first position",
+        "worker/grammar.py",
+        "            masks[i] = mask\n",
+        "            masks[i] = mask if i == 0 else masks[0]\n",
+    ),
 ]
