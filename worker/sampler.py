@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mambalign.kernels.draw_tokens import MASKED, MAX_VOCAB, draw_tokens
+from mambalign.kernels.draw_tokens import MASKED, MAX_VOCAB, Draws, draw_tokens
 from mambalign.kernels.noise import position_keys, stream_key
 from mambalign.kernels.sampling import NO_BEST, argmax_rows
 from mambalign.worker.host_copy import to_device
@@ -134,7 +134,7 @@ def _draw(token_ids: Tensor, logits: Tensor, drawn: list[int], rows: list[Sample
     ]
     temperature, floor, top_p = to_device(numbers, torch.float64, device).unbind()
     keys = position_keys(streams, positions[at])
-    draw_tokens(token_ids, logits, at, keys, temperature.float(), floor.float(), top_k, top_p)
+    draw_tokens(token_ids, logits, Draws(at, keys, temperature.float(), floor.float(), top_k, top_p))
 
 
 def _apply_penalties(flat: Tensor, vocab_size: int, rows: Sequence[SampleRow]) -> None:
