@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mambalign.kernels.sampling import NO_BEST
 from mambalign.worker.batch import NewRow, ScheduledRow
 from mambalign.worker.grammar import GrammarState
 from mambalign.worker.mamba_columns import NULL_BLOCK, first_column
@@ -30,7 +31,7 @@ class CachedRequest:
 
     def error_after(self, token_ids: list[int], of_prompt: list[TokenLogprobs]) -> str | None:
         """Why the request cannot go on after a step that gave it these tokens, and these of its prompt."""
-        if any(token_id < 0 for token_id in token_ids) or any(math.isnan(entry.logprob) for entry in of_prompt):
+        if NO_BEST.value in token_ids or any(math.isnan(entry.logprob) for entry in of_prompt):
             return NOT_NUMBERS
         return f"structured output: {self.grammar.error}" if self.grammar and self.grammar.error else None
 
