@@ -23,7 +23,7 @@ HEADER_TOKENS = 16
 
 
 # Why a request found nothing: no block is as short as its text; the text was never here; its KV is here and no state
-# at a boundary was kept; it was here and its memory was needed; it was not looked up.
+# at a boundary was kept; it was here and its memory was needed, or a request failed on it; it was not looked up.
 MISS_CAUSES = ("too_short", "unseen", "no_state", "evicted", "disabled")
 MAX_EVICTED_HASHES = 1 << 15  # remembered, to tell what was evicted from what was never here
 
