@@ -315,13 +315,14 @@ class EngineCore:
     def _book(self, scheduled: SchedulerOutput, launched: RunnerOutput | PendingStep) -> list[EngineOutput]:
         result, outputs = launched.result(), []
         admissions = {row.request_id: row.admission for row in scheduled.rows}
-        failures = [(row.request_id, f"structured output: {row.error}") for row in result.results if row.error]
+        failures = [(row.request_id, row.error) for row in result.results if row.error]
         for mismatch in result.mismatches:
             logger.error("fused copy check failed for request %s: %s", mismatch.request_id, mismatch.text)
             failures.append((mismatch.request_id, "its state was not copied right: see the server's log"))
         for request_id, text in failures:
             live = self._live.get(request_id)
             if live is not None and live.request.admission == admissions[request_id]:  # not a later one
+                logger.warning("request %s failed: %s", request_id, text)
                 outputs.append(self._fail(request_id, text))
         for request, tokens, row in self.scheduler.update(scheduled, result):
             live = self._live[request.request_id]
@@ -332,8 +333,8 @@ class EngineCore:
         return outputs
 
     def _fail(self, request_id: str, error: str) -> EngineOutput:
-        """End a live request with an error now."""
-        self.scheduler.finish(request_id, "error")
+        """End a live request with an error now; what it cached before anything proved it right is cached no more."""
+        self.scheduler.cache.forget_untested(self.scheduler.finish(request_id, "error"))
         return self._output(self._live.pop(request_id), [], None, error)
 
     def _output(

@@ -4,6 +4,9 @@ A prefix of k KV blocks is named by a 128-bit hash chained over its blocks (and 
 cached under the hash of the prefix that it ends; a state under the hash of the prefix that it is the state of.
 Cached KV prefixes are closed: when one is cached, so is every shorter one. Evicting a KV block therefore drops all
 that lies behind it, states included.
+
+A token that was sampled proves that the memory of the text before it holds numbers. What a piece of a prompt leaves is
+untested until the prompt's end is sampled: should that fail, it is dropped.
 """
 
 import hashlib
@@ -20,7 +23,7 @@ HEADER_TOKENS = 16
 
 
 # Why a request found nothing: no block is as short as its text; the text was never here; its KV is here and no state
-# at a boundary was kept; it was here and its memory was needed; it was not looked up.
+# at a boundary was kept; it was here and its memory was needed, or a request failed on it; it was not looked up.
 MISS_CAUSES = ("too_short", "unseen", "no_state", "evicted", "disabled")
 MAX_EVICTED_HASHES = 1 << 15  # remembered, to tell what was evicted from what was never here
 
@@ -57,6 +60,7 @@ class PrefixCache:
         self._children: dict[bytes, set[bytes]] = {}  # cached KV prefix -> its cached extensions by one block
         self._parent: dict[bytes, bytes] = {}
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes whose KV or state was evicted, oldest first
+        self._untested: set[bytes] = set()  # of cached KV prefixes: no token was sampled that depends on KV or state
         kv_pool.on_evict = self._drop_kv_subtree
         mamba_pool.on_evict = self._note_evicted
 
@@ -122,7 +126,7 @@ class PrefixCache:
         for hash in reversed(request.block_hashes[first:last]):
             self.kv_pool.touch(self.kv_pool.lookup(hash))
 
-    def publish_kv(self, request: Request, num_tokens: int) -> None:
+    def publish_kv(self, request: Request, num_tokens: int, is_tested: bool = True) -> None:
         """Cache the request's KV blocks that lie within its first `num_tokens` tokens and are not cached yet."""
         self.extend_hashes(request)
         hashes, last = request.block_hashes, num_tokens // self.kv_block_tokens
@@ -135,8 +139,10 @@ class PrefixCache:
             if i:
                 self._children.setdefault(hashes[i - 1], set()).add(hashes[i])
                 self._parent[hashes[i]] = hashes[i - 1]
+        if not is_tested:
+            self._untested.update(hashes[first:last])
 
-    def publish_state(self, request: Request, boundary: int, block: int) -> bytes | None:
+    def publish_state(self, request: Request, boundary: int, block: int, is_tested: bool = True) -> bytes | None:
         """Cache the state after `boundary` tokens; None when it is cached already: that one is refreshed.
 
         The KV of the prefix must be cached (`publish_kv` first): without it nothing could reach the state.
@@ -145,9 +151,22 @@ class PrefixCache:
         assert self.kv_pool.lookup(hash) is not None, "state published before its KV"
         if self.mamba_pool.publish(block, hash):
             self._evicted.pop(hash, None)
+            if not is_tested:
+                self._untested.add(hash)
             return hash
         self.mamba_pool.touch(self.mamba_pool.lookup(hash))
         return None
+
+    def mark_tested(self, request: Request) -> None:
+        """A token was sampled behind all that the request has run, its cached prefix included."""
+        self._untested.difference_update(request.block_hashes)
+
+    def forget_untested(self, request: Request) -> None:
+        """The request failed: drop what it has left, or found, that nothing proves to be right."""
+        for hash in request.block_hashes:
+            if hash in self._untested:
+                self._drop_kv_subtree(hash)
+                return
 
     def supersede_state(self, hash: bytes) -> None:
         """The state is of little use any more: evict it before all others."""
@@ -163,6 +182,7 @@ class PrefixCache:
         self._children.clear()
         self._parent.clear()
         self._evicted.clear()
+        self._untested.clear()
 
     def _note_evicted(self, hash: bytes) -> None:
         self._evicted[hash] = None
@@ -171,7 +191,7 @@ class PrefixCache:
             self._evicted.popitem(last=False)
 
     def _drop_kv_subtree(self, hash: bytes) -> None:
-        """The KV block of `hash` was evicted: nothing behind it can be reached."""
+        """The KV block of `hash` was evicted, or is to go: nothing behind it can be reached."""
         parent = self._parent.pop(hash, None)
         if parent is not None:
             self._children[parent].discard(hash)
@@ -181,6 +201,7 @@ class PrefixCache:
         while stack:
             dropped = stack.pop()
             self._note_evicted(dropped)
+            self._untested.discard(dropped)
             self.kv_pool.forget(dropped)
             self.mamba_pool.forget(dropped)
             for child in self._children.pop(dropped, ()):
@@ -196,3 +217,4 @@ class PrefixCache:
             assert child in kv_hashes and parent in kv_hashes, "a cached KV block whose prefix is gone"
             assert child in self._children[parent]
         assert sum(map(len, self._children.values())) == len(self._parent)
+        assert self._untested <= kv_hashes, "a prefix to be tested that is gone"

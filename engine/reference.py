@@ -17,9 +17,11 @@ import torch
 
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.rows import MambaRows, ScanRows
+from mambalign.kernels.sampling import NO_BEST
 from mambalign.worker.forward_batch import NO_BLOCK, ForwardBatch
+from mambalign.worker.grammar import GrammarCompiler
 from mambalign.worker.models.registry import load_model
-from mambalign.worker.sampler import Sampler, SampleRow
+from mambalign.worker.sampler import NOT_NUMBERS, Sampler, SampleRow
 from mambalign.worker.sampling_params import SamplingParams, TokenLogprobs
 from mambalign.worker.state_cache import StateCache
 
@@ -40,11 +42,13 @@ class ReferenceEngine:
     """Generates for one request at a time. `model` is a `mambalign.worker.models` model.
 
     by_chunk: the prompt goes through the chunked scan (`--prefill-scan chunked`), the reply through the recurrence.
+    grammars: for requests with `structured_outputs`.
     """
 
-    def __init__(self, model, by_chunk: bool = False):
+    def __init__(self, model, by_chunk: bool = False, grammars: GrammarCompiler | None = None):
         self.model = model
         self.by_chunk = by_chunk
+        self.grammars = grammars
         self.sampler = Sampler(model.eos_token_ids)
 
     @classmethod
@@ -55,10 +59,14 @@ class ReferenceEngine:
     def generate(self, prompt_token_ids: list[int], params: SamplingParams, choice: int = 0) -> Generation:
         """Continue a prompt of at least one token. Stop strings are not looked at: no text is made here.
 
-        params: a row that samples needs a seed. choice: which of the request's `n` answers to give.
+        params: a row that samples needs a seed. choice: which of the request's `n` answers to give. Raises
+        FloatingPointError when the model's logits are not numbers.
         """
+        grammar = None
         if params.structured_outputs is not None:
-            raise ValueError("structured_outputs: there is no tokenizer here to follow a grammar with")
+            if self.grammars is None:
+                raise ValueError("structured_outputs: no grammars were given to follow them with")
+            grammar = self.grammars.start(params.structured_outputs)
         max_tokens = min(params.max_tokens, self.model.max_model_len - len(prompt_token_ids))
         cache = self._empty_memory(len(prompt_token_ids) + max_tokens)
         output_token_ids: list[int] = []
@@ -67,8 +75,11 @@ class ReferenceEngine:
         while len(output_token_ids) < max_tokens:
             hidden = self.model.forward(self._one_row(new_token_ids, num_computed, cache), cache)
             num_computed += len(new_token_ids)
-            row = SampleRow(params, prompt_token_ids, output_token_ids, choice)
+            allowed = grammar.masks(output_token_ids, [])[0] if grammar else None
+            row = SampleRow(params, prompt_token_ids, output_token_ids, choice, allowed)
             sampled = self.sampler(self.model.compute_logits(hidden[-1:]), [row], torch.tensor([num_computed]))
+            if sampled.token_ids == NO_BEST.value:
+                raise FloatingPointError(NOT_NUMBERS)
             output_token_ids.append(int(sampled.token_ids))
             logprobs += sampled.logprobs.entries()
             if self._is_end(output_token_ids, params):

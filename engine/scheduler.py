@@ -426,10 +426,12 @@ class Scheduler:
         """Cache what the step completed, as far as the text goes: a stop may have cut the last tokens off."""
         size = self.limits.mamba_block_tokens
         num_committed = min(request.num_computed_tokens, self.cache.num_cacheable(request))
-        self.cache.publish_kv(request, num_committed)
+        self.cache.publish_kv(request, num_committed, row.samples)
         if not row.is_decode:
             for boundary in row.boundaries:
-                self.cache.publish_state(request, boundary, request.mamba_blocks[boundary // size - 1])
+                self.cache.publish_state(request, boundary, request.mamba_blocks[boundary // size - 1], row.samples)
+            if row.samples:
+                self.cache.mark_tested(request)
             return
         crossed = postcopy(request.running_column, n, num_final, size)
         if crossed is None or crossed.boundary > num_committed:

@@ -7,6 +7,8 @@ lies. Masses are integers, in units of 2**-44 of the best token's, so that no or
 """
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.noise import gumbel_noise, gumbel_of
+from mambalign.kernels.sampling import NO_BEST
 
 MAX_VOCAB = 2**19 - 1  # 2**19 weights of the best token still fit a signed 64-bit sum
 MASKED = torch.finfo(torch.float32).min  # finite: a row that is masked everywhere still has a maximum
@@ -79,7 +82,7 @@ def draw_tokens_kernel(
     p_logits, p_row, p_key, p_temperature, p_floor, p_top_k, p_top_p, p_out, V,
     WORD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The formula of this file, for the rows that `p_row` names.
+    """The formula of this file, for the rows that `p_row` names but for those whose out is NO_BEST: it stays.
 
     Grid: (drawn rows). A program owns a row; it walks over it once for its best logit, eight times for each filter that
     is on (a radix search, four bits at a time), once to draw. Reads logits fp32, writes out[row] int64. Masses int64,
@@ -89,6 +92,8 @@ def draw_tokens_kernel(
     V = V // WORD * WORD
     i_draw = tl.program_id(0).to(tl.int64)
     i_row, key = tl.load(p_row + i_draw), tl.load(p_key + i_draw)
+    if tl.load(p_out + i_row) == NO_BEST:
+        return
     temperature, floor = tl.load(p_temperature + i_draw), tl.load(p_floor + i_draw)
     top_k, top_p = tl.load(p_top_k + i_draw), tl.load(p_top_p + i_draw)
     p_logits += i_row * V
@@ -141,20 +146,24 @@ def draw_tokens_kernel(
     tl.store(p_out + i_row, tl.min(tl.where(is_best, b_id, 0x7FFFFFFF), axis=0).to(tl.int64))
 
 
-def draw_tokens_reference(
-    logits: Tensor, rows: Tensor, keys: Tensor, temperature: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor
-) -> Tensor:
-    """The token of each drawn row, int64 [M].
+class Draws(NamedTuple):
+    """Rows of logits [N, V] to draw from, and how: M of them, all tensors on the logits' device."""
 
-    Args:
-        logits: [N, V] fp32.
-        rows: int64 [M], of `logits`.
-        keys: int64 [M], of `position_keys`.
-        temperature: fp32 [M], > 0.
-        floor: fp32 [M], log of min_p; -inf for none.
-        top_k: int64 [M], >= 1; V or more for none.
-        top_p: fp64 [M], > 0; 1 for none.
-    """
+    rows: Tensor  # int64 [M]
+    keys: Tensor  # int64 [M], of `position_keys`
+    temperature: Tensor  # fp32 [M], > 0
+    floor: Tensor  # fp32 [M], log of min_p; -inf for none
+    top_k: Tensor  # int64 [M], >= 1; V or more for none
+    top_p: Tensor  # fp64 [M], > 0; 1 for none
+
+    def split(self, num_rows: int) -> Iterator["Draws"]:
+        """The same in parts of `num_rows` rows, the last one less."""
+        return map(Draws._make, zip(*(tensor.split(num_rows) for tensor in self), strict=True))
+
+
+def draw_tokens_reference(logits: Tensor, draws: Draws) -> Tensor:
+    """The token of each drawn row, int64 [M]. logits: [N, V] fp32."""
+    rows, keys, temperature, floor, top_k, top_p = draws
     values = logits[rows]
     values = (values - values.amax(dim=-1, keepdim=True)) / temperature[:, None]
     values.masked_fill_(values < floor[:, None], MASKED)
@@ -226,38 +235,23 @@ def rows_of_cpu_chunk(logits: Tensor) -> int:
     return max(1, _CPU_CHUNK // logits.shape[1])
 
 
-def draw_tokens(
-    out: Tensor,
-    logits: Tensor,
-    rows: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    floor: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-) -> None:
-    """Write `draw_tokens_reference` into out[rows], int64 [N]; on a GPU in one launch without synchronisation."""
-    arguments = (rows, keys, temperature, floor, top_k, top_p)
+def draw_tokens(out: Tensor, logits: Tensor, draws: Draws) -> None:
+    """Write `draw_tokens_reference` into out[rows], int64 [N]; on a GPU in one launch without synchronisation.
+
+    A row whose out is NO_BEST has nothing to draw from, and keeps it.
+    """
     if logits.is_cuda:
-        draw_tokens_on_gpu(out, logits, *arguments)
+        draw_tokens_on_gpu(out, logits, draws)
         return
-    for parts in zip(*(argument.split(rows_of_cpu_chunk(logits)) for argument in arguments), strict=True):
-        out[parts[0]] = draw_tokens_reference(logits, *parts)
+    for part in draws.split(rows_of_cpu_chunk(logits)):
+        before = out[part.rows]
+        out[part.rows] = torch.where(before == NO_BEST.value, before, draw_tokens_reference(logits, part))
 
 
-def draw_tokens_on_gpu(
-    out: Tensor,
-    logits: Tensor,
-    rows: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    floor: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    block: int = BLOCK,
-) -> None:
+def draw_tokens_on_gpu(out: Tensor, logits: Tensor, draws: Draws, block: int = BLOCK) -> None:
     """The kernel behind `draw_tokens`. logits: contiguous. Raises ValueError for dtypes that do not fit."""
-    dtypes = [t.dtype for t in (out, logits, rows, keys, temperature, floor, top_k, top_p)]
+    rows, keys, temperature, floor, top_k, top_p = draws
+    dtypes = [tensor.dtype for tensor in (out, logits, *draws)]
     int64, fp32 = torch.int64, torch.float32
     if dtypes != [int64, fp32, int64, int64, fp32, fp32, int64, torch.float64] or not logits.is_contiguous():
         raise ValueError(f"draw_tokens: dtypes {dtypes}, logits' strides {logits.stride()}")

@@ -1,6 +1,7 @@
 """Greedy verification of drafts on the device: the best token of every position, and how many drafts equal it.
 
-Nothing here adds floating-point numbers, so nothing depends on order; ties go to the lowest id.
+Nothing here adds floating-point numbers, so nothing depends on order; ties go to the lowest id. A row that holds a NaN,
+or whose largest is infinite, has no best token: NO_BEST stands in its place.
 """
 
 import torch
@@ -12,6 +13,7 @@ from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 SPLIT = 4096  # columns of a program of the first stage
 BLOCK = 2048  # columns that it looks at together
 NO_ID: tl.constexpr = tl.constexpr(2**31 - 1)
+NO_BEST: tl.constexpr = tl.constexpr(-1)
 
 
 @triton.jit(do_not_specialize=["V", "num_splits"])
@@ -22,7 +24,7 @@ def argmax_split_kernel(
     """value, index[row, split] = the largest of logits[row, split * SPLIT ...] and the lowest column that holds it.
 
     Grid: (rows, splits); a program owns SPLIT columns of a row. Reads logits, writes one value and one column.
-    fp32; a NaN counts as -inf. WORD divides V.
+    fp32; a NaN counts as inf, so that the value tells of it. WORD divides V.
     """
     wait_for_inputs(PDL)
     V = V // WORD * WORD
@@ -31,6 +33,7 @@ def argmax_split_kernel(
     b_best, b_index = tl.full((BLOCK,), float("-inf"), tl.float32), o_column
     for first in range(0, SPLIT, BLOCK):
         b_logit = tl.load(p_logits + i_row * V + first + o_column, mask=first + o_column < V, other=float("-inf"))
+        b_logit = tl.where(b_logit == b_logit, b_logit, float("inf"))
         is_better = b_logit > b_best
         b_best, b_index = tl.where(is_better, b_logit, b_best), tl.where(is_better, first + o_column, b_index)
     best = tl.max(b_best, axis=0)
@@ -40,13 +43,17 @@ def argmax_split_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def argmax_merge_kernel(p_value, p_index, p_out, num_splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out[row] = index of the largest value of its splits, the lowest of several. Grid: rows. Writes int64."""
+    """out[row] = index of the largest value of its splits, the lowest of several; NO_BEST if it is infinite.
+
+    Grid: rows; a program owns one. Reads a value and a column a split, writes int64.
+    """
     wait_for_inputs(PDL)
     i_row, o_split = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     b_value = tl.load(p_value + i_row * num_splits + o_split, mask=o_split < num_splits, other=float("-inf"))
     b_index = tl.load(p_index + i_row * num_splits + o_split, mask=o_split < num_splits, other=NO_ID)
     best = tl.max(b_value, axis=0)
-    tl.store(p_out + i_row, tl.min(tl.where(b_value == best, b_index, NO_ID), axis=0).to(tl.int64))
+    i_best = tl.min(tl.where(b_value == best, b_index, NO_ID), axis=0)
+    tl.store(p_out + i_row, tl.where(tl.abs(best) < float("inf"), i_best, NO_BEST).to(tl.int64))
 
 
 @triton.jit(do_not_specialize_on_alignment=["p_target", "p_draft", "p_query_len"])
@@ -65,11 +72,11 @@ def accept_drafts_kernel(
 
 
 def argmax_rows_reference(logits: torch.Tensor) -> torch.Tensor:
-    """Column of the largest of each row of logits [N, V] fp32, the lowest of several, as int64 [N]. NaN is -inf."""
-    logits = torch.where(logits.isnan(), float("-inf"), logits)
-    is_best = logits == logits.max(dim=1, keepdim=True).values
+    """Column of the largest of each row of logits [N, V] fp32, the lowest of several, or NO_BEST; int64 [N]."""
+    best = logits.max(dim=1, keepdim=True).values  # NaN, if there is one
     columns = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
-    return torch.where(is_best, columns, logits.shape[1]).min(dim=1).values
+    first = torch.where(logits == best, columns, logits.shape[1]).min(dim=1).values
+    return torch.where(best[:, 0].isfinite(), first, NO_BEST.value)
 
 
 def accept_drafts_reference(target: torch.Tensor, drafts: torch.Tensor, query_len: torch.Tensor) -> torch.Tensor:
@@ -87,12 +94,10 @@ def accept_drafts_reference(target: torch.Tensor, drafts: torch.Tensor, query_le
 
 
 def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
-    """`argmax_rows_reference`, on a GPU in two launches without synchronisation. logits: contiguous.
-
-    On a CPU it is torch's own, for which NaN is the largest.
-    """
+    """`argmax_rows_reference`, on a GPU in two launches without synchronisation. logits: contiguous."""
     if not logits.is_cuda:
-        return logits.argmax(dim=1)
+        best = logits.argmax(dim=1)  # the first NaN, if there is one
+        return torch.where(logits.gather(1, best[:, None])[:, 0].isfinite(), best, NO_BEST.value)
     return argmax_rows_on_gpu(logits)
 
 

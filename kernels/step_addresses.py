@@ -46,8 +46,8 @@ def token_slots_kernel(
 @triton.jit(
     do_not_specialize=["num_tokens", "num_rows", "columns"],
     do_not_specialize_on_alignment=[
-        "p_row", "p_offset", "p_boundary", "p_query_len", "p_is_decode", "p_computed", "p_column", "p_accepted", "p_table",
-        "p_state", "p_conv", "p_temporal",
+        "p_row", "p_offset", "p_boundary", "p_query_len", "p_is_decode", "p_computed", "p_column", "p_accepted",
+        "p_table", "p_state", "p_conv", "p_temporal",
     ],
 )  # fmt: skip
 def state_blocks_kernel(

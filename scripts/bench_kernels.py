@@ -20,6 +20,8 @@ from itertools import product
 
 import torch
 import triton
+from device_times import graph_times
+from machine_rates import copy_rate
 
 from mambalign.kernels import linear_triton
 from mambalign.kernels.activation import relu2
@@ -50,41 +52,6 @@ CALLS = 20  # of a graph
 LONG_CALLS = 3  # of a graph, of what takes long and leaves much
 COLD_BYTES = 256 << 20  # more than the L2 cache holds
 TFLOPS = 790.0
-
-
-def graph_times(calls: list[Callable[[], object]], replays: int) -> list[float]:
-    """Microseconds a call, one number a replay."""
-    for call in calls[:2]:
-        call()  # compile
-    torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    for i in range(replays + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        if i:
-            times.append(start.elapsed_time(end) * 1000 / len(calls))
-    return times
-
-
-def copy_rate(num_bytes: int = 2 << 30) -> float:
-    """TB/s of a large copy, read plus write."""
-    source, dest = torch.empty(2, num_bytes // 4, dtype=torch.int32, device=DEVICE).unbind()
-    source.random_()
-    times = []
-    for _ in range(8):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        dest.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return 2 * num_bytes / statistics.median(times[2:]) / 1e6
 
 
 class Bench:

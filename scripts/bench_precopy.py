@@ -10,10 +10,11 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 
 import torch
 import triton
+from device_times import graph_times
+from machine_rates import copy_rate
 
 from mambalign.kernels.launch import persistent_programs
 from mambalign.kernels.postprocess_mamba import postprocess_mamba_fused
@@ -57,32 +58,6 @@ def random_states() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     for tensor in conv + temporal:
         tensor.view(-1).view(torch.int32).random_()
     return conv, temporal
-
-
-def graph_times(launches: list[Callable[[], None]], replays: int) -> list[float]:
-    """Microseconds a launch, one number a replay."""
-    for launch in launches[:2]:
-        launch()  # compile
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    return [us / len(launches) for us in event_times(graph.replay, replays)]
-
-
-def event_times(work: Callable[[], None], repeats: int) -> list[float]:
-    """Microseconds by device events, one number a repeat."""
-    times = []
-    for i in range(repeats + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        if i >= 3:
-            times.append(start.elapsed_time(end) * 1000)
-    return times
 
 
 def spread(times: list[float]) -> str:
@@ -171,13 +146,6 @@ class Bench:
         return statistics.median(times)
 
 
-def copy_ceiling(num_bytes: int = 4 << 30) -> float:
-    """TB/s of a large copy by the framework, not in a graph, where it would become a copy engine's work."""
-    source, dest = torch.empty(2, num_bytes // 4, dtype=torch.int32, device="cuda").unbind()
-    source.random_()
-    return rate(statistics.median(event_times(lambda: dest.copy_(source), 15)), num_bytes)
-
-
 def host_times(num_reqs: int, crossing: int, runner: str) -> float:
     """Microseconds of host time of a step's decision and launches, small states."""
     width, steps = 40, 60
@@ -215,7 +183,7 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: the times would say nothing")
-    ceiling = copy_ceiling()
+    ceiling = copy_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     print(f"device copy: {ceiling:.2f} TB/s, read plus write: the ceiling")
     conv, temporal = random_states()

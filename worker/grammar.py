@@ -77,7 +77,8 @@ class GrammarCompiler:
     """Makes states of requests' grammars; keeps the latest grammars compiled. Reads the tokenizer when first asked.
 
     Args:
-        tokenizer: of the model; `vocab_size` logits, padding included, of which `eos_token_ids` end a text.
+        tokenizer: of the model, which may have more tokens, if only such as no text is made of; `vocab_size` logits,
+            padding included, of which `eos_token_ids` end a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
@@ -88,8 +89,8 @@ class GrammarCompiler:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        ends = sorted(self._eos_token_ids)
-        return LLTokenizer(self._given.to_str(), n_vocab=self._vocab_size, eos_token=ends)
+        ends, size = sorted(self._eos_token_ids), max(self._vocab_size, self._given.get_vocab_size())
+        return LLTokenizer(self._given.to_str(), n_vocab=size, eos_token=ends)
 
     @cached_property
     def _special(self) -> dict[str, int]:

@@ -4,14 +4,17 @@ Owns every per-request number that outlives a step. A row's index may change whe
 outside may keep it over a step.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from mambalign.kernels.sampling import NO_BEST
 from mambalign.worker.batch import NewRow, ScheduledRow
 from mambalign.worker.grammar import GrammarState
 from mambalign.worker.mamba_columns import NULL_BLOCK, first_column
-from mambalign.worker.sampling_params import SamplingParams
+from mambalign.worker.sampler import NOT_NUMBERS
+from mambalign.worker.sampling_params import SamplingParams, TokenLogprobs
 
 
 @dataclass
@@ -26,10 +29,11 @@ class CachedRequest:
     draft_token_ids: list[int] = field(default_factory=list)  # of the next step; V2: behind a step not yet read, old
     grammar: GrammarState | None = None  # made with the first sample, if the request has one
 
-    @property
-    def error(self) -> str | None:
-        """Why the request cannot go on."""
-        return self.grammar.error if self.grammar else None
+    def error_after(self, token_ids: list[int], of_prompt: list[TokenLogprobs]) -> str | None:
+        """Why the request cannot go on after a step that gave it these tokens, and these of its prompt."""
+        if NO_BEST.value in token_ids or any(math.isnan(entry.logprob) for entry in of_prompt):
+            return NOT_NUMBERS
+        return f"structured output: {self.grammar.error}" if self.grammar and self.grammar.error else None
 
     @classmethod
     def from_new_row(cls, new: NewRow) -> "CachedRequest":

@@ -17,7 +17,10 @@ class LogprobCopy:
     """Log-softmax of rows of logits at a token each and at their best tokens, on its way to the host."""
 
     def __init__(self, logits: Tensor, token_ids: Tensor, counts: Sequence[int | None]):
-        """logits [N, V] fp32; token_ids int64 [N]; counts: best tokens of each row, 0..V, or None: not asked for."""
+        """logits [N, V] fp32; token_ids int64 [N]; counts: best tokens of each row, 0..V, or None: not asked for.
+
+        Of a row whose logits hold a NaN, or whose best one is infinite, every number is NaN.
+        """
         self._counts = counts
         self._asked = [i for i, count in enumerate(counts) if count is not None]
         if self._asked:
@@ -41,7 +44,7 @@ def _numbers(logits: Tensor, token_ids: Tensor, depth: int) -> Tensor:
     """fp64 [M, 1 + 2 * depth]: log-probabilities of the tokens, ids of the best ones, their log-probabilities."""
     relative = logits - logits.amax(dim=-1, keepdim=True)
     log_mass = (weights_of(relative).sum(dim=-1, keepdim=True).double() / WEIGHT_ONE.value).log().float()
-    parts = [(relative.gather(1, token_ids[:, None]) - log_mass).double()]
+    parts = [(relative.gather(1, token_ids[:, None].clamp(min=0)) - log_mass).double()]
     if depth:
         best = best_ids(logits, depth)
         parts += [best.double(), (relative.gather(1, best) - log_mass).double()]

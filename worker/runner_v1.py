@@ -66,7 +66,8 @@ class ModelRunnerV1:
             wanted = request.params.logprobs is not None and kept
             num_drafts = row.num_tokens - 1 if row.is_decode else 0
             entries = logprobs[at : at + len(kept)] if wanted else None
-            result = RowResult(row.request_id, kept, entries, new_drafts, num_drafts, of_prompt, request.error)
+            error = request.error_after(kept, of_prompt)
+            result = RowResult(row.request_id, kept, entries, new_drafts, num_drafts, of_prompt, error)
             results.append(result)
             at += row.num_samples
         return RunnerOutput(results, moved.mismatches)

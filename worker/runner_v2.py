@@ -58,7 +58,8 @@ class PendingStep:
             entries = logprobs[at : at + num_kept] if wanted else None
             at += row.num_samples
             of_prompt = [entry for copy in copies for entry in copy.entries()]
-            yield RowResult(row.request_id, kept, entries, drafts, num_drafts, of_prompt, request.error)
+            error = request.error_after(kept, of_prompt)
+            yield RowResult(row.request_id, kept, entries, drafts, num_drafts, of_prompt, error)
 
 
 class ModelRunnerV2:

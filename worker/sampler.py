@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mambalign.kernels.draw_tokens import MASKED, MAX_VOCAB, draw_tokens
+from mambalign.kernels.draw_tokens import MASKED, MAX_VOCAB, Draws, draw_tokens
 from mambalign.kernels.noise import position_keys, stream_key
-from mambalign.kernels.sampling import argmax_rows
+from mambalign.kernels.sampling import NO_BEST, argmax_rows
 from mambalign.worker.host_copy import to_device
 from mambalign.worker.logprobs import LogprobCopy
 from mambalign.worker.sampling_params import SamplingParams
+
+NOT_NUMBERS = "the model's logits are NaN or infinite: its forward pass overflows on this text"  # of NO_BEST
 
 _stream_key = lru_cache(maxsize=4096)(stream_key)
 
@@ -42,7 +44,10 @@ class SampleRow:
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """The token of each row, int64 [N] on the device, and its log-probabilities where the request asked for them."""
+    """The token of each row, int64 [N] on the device, and its log-probabilities where the request asked for them.
+
+    A row whose logits hold a NaN, or whose best one is infinite, has NO_BEST for a token and no number that counts.
+    """
 
     token_ids: Tensor
     logprobs: LogprobCopy
@@ -76,7 +81,9 @@ class Sampler:
             given = f"{logits.shape[0]} rows of logits and {len(positions)} positions"
             raise ValueError(f"{given} for {len(rows)} requests")
         changed = self._changed_logits(logits, rows, positions)
-        token_ids = argmax_rows(changed)
+        token_ids = argmax_rows(logits)
+        if changed is not logits:  # penalties would make an infinite logit finite, and a mask hide a NaN
+            token_ids = torch.where(token_ids == NO_BEST.value, token_ids, argmax_rows(changed))
         drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
         if drawn:
             _draw(token_ids, changed, drawn, [rows[i] for i in drawn], positions)
@@ -127,7 +134,7 @@ def _draw(token_ids: Tensor, logits: Tensor, drawn: list[int], rows: list[Sample
     ]
     temperature, floor, top_p = to_device(numbers, torch.float64, device).unbind()
     keys = position_keys(streams, positions[at])
-    draw_tokens(token_ids, logits, at, keys, temperature.float(), floor.float(), top_k, top_p)
+    draw_tokens(token_ids, logits, Draws(at, keys, temperature.float(), floor.float(), top_k, top_p))
 
 
 def _apply_penalties(flat: Tensor, vocab_size: int, rows: Sequence[SampleRow]) -> None:

@@ -70,7 +70,7 @@ MUTANTS = [
     Mutant(
         "num_accepted left in a slot by the request before",
         "worker/slot_batch.py",
-        "        self.num_accepted[slot] = 1\n",
+        "        self.num_accepted[slot].fill_(1)  # an assignment would copy a host value, and wait\n",
         "",
     ),
     Mutant(
@@ -222,5 +222,17 @@ MUTANTS = [
         SCHEDULER,
         "min(len(result.token_ids) - 1, len(kept))",
         "len(result.token_ids) - 1",
+    ),
+    Mutant(
+        "a grammar goes on from drafts that were not kept",
+        "worker/grammar.py",
+        "            self._matcher.rollback(num_ahead)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "masks of a run by its first position",
+        "worker/grammar.py",
+        "            masks[i] = mask\n",
+        "            masks[i] = mask if i == 0 else masks[0]\n",
     ),
 ]

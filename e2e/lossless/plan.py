@@ -8,7 +8,7 @@ from cells import pool_memory
 from mambalign.engine.capacity import states_for_one
 from mambalign.worker.mamba_columns import cdiv
 from mambalign.worker.models.nemotron_h import NemotronH
-from mambalign.worker.sampling_params import SamplingParams
+from mambalign.worker.sampling_params import SamplingParams, StructuredOutputs
 
 NUM_TOP_LOGPROBS = 2
 
@@ -54,9 +54,7 @@ class Setup(msgspec.Struct, frozen=True, omit_defaults=True):
             "max_model_len": self.max_model_len,
             "enable_prefix_caching": self.prefix_caching,
             "check_fused_copy": self.checked,
-            **pool_memory(
-                model, self.spec_tokens, self.spec_method, self.kv_block_tokens, num_states, num_kv_blocks
-            ),
+            **pool_memory(model, self.spec_tokens, self.spec_method, self.kv_block_tokens, num_states, num_kv_blocks),
         }
 
 
@@ -88,6 +86,7 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     stop: Stop | None = None
     min_tokens: int = 0
     ignore_eos: bool = True
+    grammar: str | None = None  # of GRAMMARS: the text follows it, until it ends
     salt: str = ""
     start: int = 0  # steps after the beginning of the run
     abort_after: int | None = None  # steps after its start
@@ -102,6 +101,24 @@ STYLES: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.3},
     "penalties": {"temperature": 0.7, "presence_penalty": 0.8, "frequency_penalty": 0.5},
     "bias": {"logit_bias": {5: 4.0, 11: -100.0}},
+}
+
+
+# What a text must be. Most end before the longest reply does.
+GRAMMARS: dict[str, StructuredOutputs] = {
+    "schema": StructuredOutputs(
+        json={
+            "type": "object",
+            "properties": {
+                "n": {"type": "integer", "minimum": -9, "maximum": 99},
+                "on": {"type": "boolean"},
+                "as": {"type": "array", "items": {"enum": ["x", None]}, "minItems": 1, "maxItems": 4},
+            },
+            "required": ["n", "on", "as"],
+            "additionalProperties": False,
+        }
+    ),
+    "regex": StructuredOutputs(regex=r"[a-z_]{2,9}(\.[a-z]{1,5})*\([0-9a-f]{0,4}\)"),
 }
 
 
@@ -125,10 +142,11 @@ def base_params(ask: Ask) -> SamplingParams:
     return SamplingParams(
         **{"temperature": 0.0, **STYLES[ask.style]},
         max_tokens=ask.max_tokens,
-        min_tokens=min(ask.min_tokens, ask.max_tokens),
+        min_tokens=0 if ask.grammar else min(ask.min_tokens, ask.max_tokens),
         seed=ask.seed,
         n=ask.n,
         logprobs=NUM_TOP_LOGPROBS if ask.logprobs else None,
         prompt_logprobs=NUM_TOP_LOGPROBS if ask.prompt_logprobs else None,
-        ignore_eos=ask.ignore_eos,
+        ignore_eos=ask.ignore_eos and not ask.grammar,
+        structured_outputs=GRAMMARS[ask.grammar] if ask.grammar else None,
     )

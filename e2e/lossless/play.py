@@ -138,6 +138,7 @@ class Play:
         num_tokens = sum(len(answer.token_ids) for answer in self.answers.values())
         lengths = {name: len(expected.prompt) for name, expected in self.requests.items()}
         lacking = {name: expected for name, expected in self.requests.items() if expected.ask.prompt_logprobs}
+        held = [name for name, expected in self.requests.items() if expected.ask.grammar]
         not_looked_up = {name for name, expected in lacking.items() if len(expected.prompt) > 1}
         engine.check_counters(lengths, not_looked_up, num_tokens)
         tally = Tally(
@@ -147,6 +148,8 @@ class Play:
             steps=engine.num_steps,
             steps_ahead=engine.num_ahead,
             prompt_logprobs=sum(answer.prompt_logprobs is not None for answer in self.answers.values()),
+            grammars=len(held),
+            grammar_drafts=sum(engine.drafts_of_request.get(name, (0, 0))[1] for name in held),
             hits=sum(hit > 0 for hit in engine.hits.values()),
             hit_tokens=sum(engine.hits.values()),
             preemptions=engine.num_preemptions,

@@ -21,6 +21,8 @@ class Tally:
     hits: int = 0  # requests whose prompt began in the cache
     hit_tokens: int = 0
     prompt_logprobs: int = 0  # requests that got them
+    grammars: int = 0  # requests held to one
+    grammar_drafts: int = 0  # that were kept in their texts
     preemptions: int = 0
     aborts: int = 0  # of requests that had not ended
     resets: int = 0  # of the prefix cache
@@ -94,6 +96,17 @@ ENGINES: dict[str, tuple[Any, ...]] = {
     "prefix_caching": (False, True),
 }
 MUST_HAPPEN = (
-    *("hits", "prompt_logprobs", "preemptions", "aborts", "resets", "cut_rows", "discarded", "accepted"),
+    *(
+        "hits",
+        "prompt_logprobs",
+        "grammars",
+        "grammar_drafts",
+        "preemptions",
+        "aborts",
+        "resets",
+        "cut_rows",
+        "discarded",
+        "accepted",
+    ),
     *("steps_ahead", "states"),
 )

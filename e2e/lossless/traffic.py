@@ -7,7 +7,8 @@ those with most drafts twice, for the states that only they move.
 import itertools
 import random
 
-from lossless.plan import STYLES, Ask, Piece, Plan, Setup, Stop
+import msgspec
+from lossless.plan import GRAMMARS, STYLES, Ask, Piece, Plan, Setup, Stop
 from lossless.tally import MAX_BIAS
 
 SPEC_TOKENS = (*range(MAX_BIAS, -1, -1), MAX_BIAS, MAX_BIAS - 1)
@@ -18,6 +19,7 @@ BLOCK_TOKENS = (16, 16, 16, 16, 32, 32, 64, 128)
 MAX_ASKS = 8
 LONGEST_REPLY = 38
 STREAMS = (0, 0, 0, 1, 2)
+GRAMMAR_SHARE = 0.1
 LAST_STEP = 60  # of arrivals and resets
 
 
@@ -29,7 +31,7 @@ def draw_plan(seed: int) -> Plan:
     for _ in range(rng.randint(3, MAX_ASKS)):
         asks.append(draw_ask(rng, setup, asks))
     resets = tuple(rng.randint(1, LAST_STEP) for _ in range(rng.choice([0, 0, 0, 1, 3])))
-    return Plan(setup, tuple(asks), resets)
+    return Plan(setup, tuple(draw_grammar(rng, ask) for ask in asks), resets)
 
 
 def draw_setup(rng: random.Random, seed: int) -> Setup:
@@ -90,6 +92,12 @@ def draw_ask(rng: random.Random, setup: Setup, earlier: list[Ask]) -> Ask:
         abort_after=rng.randint(0, 25) if rng.random() < 0.15 else None,
         script=draw_script(rng),
     )
+
+
+def draw_grammar(rng: random.Random, ask: Ask) -> Ask:
+    """Hold a few asks to a grammar."""
+    grammar = rng.choice(list(GRAMMARS)) if rng.random() < GRAMMAR_SHARE else None
+    return msgspec.structs.replace(ask, grammar=grammar)
 
 
 def draw_aligned_ask(rng: random.Random, setup: Setup) -> Ask:

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import json
 import random
 import tempfile
 from pathlib import Path
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 
 from mambalign.engine.checkpoint import load_tokenizer
 from mambalign.engine.reference import STATE_BLOCK, Generation, ReferenceEngine
+from mambalign.worker.grammar import GrammarCompiler
 from mambalign.worker.logprobs import LogprobCopy
 from mambalign.worker.models.nemotron_h import NemotronH
 from mambalign.worker.models.registry import load_model
@@ -51,7 +53,8 @@ class Truth:
     def __init__(self, path: Path, model: NemotronH, streams: list[list[int]]):
         self.path, self.model, self.streams = path, model, streams
         self.tokenizer: Tokenizer = load_tokenizer(path).backend_tokenizer
-        self._reference = EndlessReference(model)
+        grammars = GrammarCompiler(self.tokenizer, model.vocab_size, model.eos_token_ids)
+        self._reference = EndlessReference(model, grammars=grammars)
         self._texts: dict[tuple[tuple[int, ...], bytes, int], Generation] = {}
         self._memories: dict[tuple[int, ...], Memory] = {}
 
@@ -109,7 +112,16 @@ def truth_of(model: str) -> Truth:
     rng = random.Random(0)
     streams = [[rng.randrange(3, TINY["vocab_size"]) for _ in range(STREAM_TOKENS)] for _ in STREAM_MODULES]
     folder = write_checkpoint(Path(_tiny_folder().name), **TINY)
+    cut_tokenizer(folder / "tokenizer.json", TINY["vocab_size"])
     return Truth(folder, load_model(folder, torch.float32, "cpu", show_progress=False), streams)
+
+
+def cut_tokenizer(path: Path, vocab_size: int) -> None:
+    """Leave the first `vocab_size` tokens, single characters all, so that a grammar asks for no other."""
+    tokenizer = json.loads(path.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    tokenizer["model"] |= {"vocab": {text: i for text, i in vocab.items() if i < vocab_size}, "merges": []}
+    path.write_text(json.dumps(tokenizer))
 
 
 @functools.cache

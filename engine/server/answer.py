@@ -46,12 +46,15 @@ class Answer:
         """Those that a whole answer shows."""
         return choices
 
-    def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
-        """The field that `prompt_logprobs` adds; a stream has it in a choice's first chunk."""
-        if self.body.prompt_logprobs is None or choice.prompt_logprobs is None:
-            return {}
-        lists = prompt_logprobs(self.state.token_text, choice.prompt_token_ids, choice.prompt_logprobs)
-        return {"prompt_logprobs": lists}
+    def of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """What `return_token_ids` and `prompt_logprobs` say of the prompt; in a stream, in a choice's first chunk."""
+        fields: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            fields["prompt_token_ids"] = choice.prompt_token_ids
+        if self.body.prompt_logprobs is not None and choice.prompt_logprobs is not None:
+            lists = prompt_logprobs(self.state.token_text, choice.prompt_token_ids, choice.prompt_logprobs)
+            fields["prompt_logprobs"] = lists
+        return fields
 
     def envelope(self, object_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -62,11 +65,9 @@ class Answer:
             "choices": choices,
         }
 
-    def token_ids(self, choice: Choice, ids: list[int]) -> dict[str, Any]:
-        """The fields that `return_token_ids` adds."""
-        if not self.body.return_token_ids:
-            return {}
-        return {"token_ids": ids, "prompt_token_ids": choice.prompt_token_ids}
+    def token_ids(self, ids: list[int]) -> dict[str, Any]:
+        """What `return_token_ids` says of the text, or of its part in a chunk."""
+        return {"token_ids": ids} if self.body.return_token_ids else {}
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The body of an answer that is not streamed."""

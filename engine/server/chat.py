@@ -53,7 +53,7 @@ class ChatAnswer(Answer):
             "logprobs": content,
             "finish_reason": reason,
             "stop_reason": choice.stop_reason,
-            **self.token_ids(choice, ids),
+            **self.token_ids(ids),
         }
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class ChatAnswer(Answer):
         if said.calls:
             message["content"] = said.content or None
             message["tool_calls"] = [new_call(call) for call in said.calls]
-        part = {"message": message} | self.prompt_logprobs(choice)
+        part = {"message": message} | self.of_prompt(choice)
         return self._choice(choice, part, choice.token_ids, choice.logprobs, reader.num_calls)
 
     def chunk_choices(self, choice: Choice, output: EngineOutput) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ class ChatAnswer(Answer):
             reader = self._readers[choice.index] = self._make_reader()
             first = {"delta": {"role": "assistant", "content": ""}}
             first_chunk = self._choice(choice, first, [], None, 0) | {"finish_reason": None, "stop_reason": None}
-            chunks.append(first_chunk | self.prompt_logprobs(choice))
+            chunks.append(first_chunk | self.of_prompt(choice))
         said = reader.read(output.new_text)
         if output.finish_reason:
             said.add(reader.finish())

@@ -70,7 +70,7 @@ class CompletionAnswer(Answer):
             "logprobs": lists,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
-            **self.token_ids(choice, ids),
+            **self.token_ids(ids),
         }
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class CompletionAnswer(Answer):
         if lists is not None and of_output is not None:
             of_output = {name: lists[name] + of_output[name] for name in lists}
         whole = self._choice(choice, text + choice.text, choice.token_ids, of_output)
-        return whole | self.prompt_logprobs(choice)
+        return whole | self.of_prompt(choice)
 
     def chunk_choices(self, choice: Choice, output: EngineOutput) -> list[dict[str, Any]]:
         """With echo, the first chunk of a choice is its prompt and nothing else."""
@@ -93,7 +93,7 @@ class CompletionAnswer(Answer):
             chunks.append(self._choice(choice, output.new_text, output.new_token_ids, lists))
         if is_first and chunks:
             self._begun.add(choice.index)
-            chunks[0] |= self.prompt_logprobs(choice)
+            chunks[0] |= self.of_prompt(choice)
         return chunks
 
 

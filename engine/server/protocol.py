@@ -68,7 +68,7 @@ class GenerationBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
     max_tokens: int | None = None
     n: int | None = None
     prompt_logprobs: int | None = None  # alternatives for each token of the prompt
-    return_token_ids: bool | None = None  # adds token_ids and prompt_token_ids to each choice
+    return_token_ids: bool | None = None  # adds token_ids to each choice, and prompt_token_ids (streamed: once)
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):

@@ -28,19 +28,20 @@ def no_drafts(request_id: str, num_tokens: int) -> tuple[int, int]:
 
 @dataclass
 class CacheOracle:
-    """All prefixes that were committed, by salt and state; `prompts_only`: as far as they are a request's prompt."""
+    """All prefixes that were committed, by salt and state; with `chunk_tokens`, as far as they are a prompt."""
 
     kv_block_tokens: int
     mamba_block_tokens: int
-    prompts_only: bool = False
+    chunk_tokens: int | None = None
     kv: set[tuple[str, int]] = field(default_factory=set)
     states: set[tuple[str, int]] = field(default_factory=set)
     wanted: dict[str, set[int]] = field(default_factory=dict)  # request -> boundaries that its prefill keeps
 
     def admit(self, request: Request) -> tuple[int, int]:
         """Tokens of the hit that a request must have, and of the KV match; notes which boundaries it then keeps."""
-        size, states = self.mamba_block_tokens, states_of(request.token_ids)
-        num_tokens = request.num_prompt_tokens if self.prompts_only else request.num_tokens
+        size = self.mamba_block_tokens
+        states = states_of(request.token_ids, request.num_prompt_tokens, self.chunk_tokens)
+        num_tokens = request.num_tokens if self.chunk_tokens is None else request.num_prompt_tokens
         match = 0
         for end in range(self.kv_block_tokens, num_tokens + 1, self.kv_block_tokens):
             if (request.cache_salt, states[end]) not in self.kv:
@@ -58,7 +59,7 @@ class CacheOracle:
     def advance(self, request: Request, row: ScheduledRow, n: int, end: int, states: list[int]) -> None:
         """The row's step took its text from n to `end` committed tokens."""
         size, salt = self.mamba_block_tokens, request.cache_salt
-        end = min(end, request.num_prompt_tokens) if self.prompts_only else end
+        end = end if self.chunk_tokens is None else min(end, request.num_prompt_tokens)
         self.kv.update((salt, states[i]) for i in range(self.kv_block_tokens, end + 1, self.kv_block_tokens))
         kept = {end // size * size} if row.is_decode else self.wanted[request.request_id]
         self.states.update((salt, states[m]) for m in kept if n < m <= end)
@@ -97,9 +98,10 @@ class SymbolicEngine:
             num_lookahead_tokens=limits.num_lookahead_tokens,
             schedules_ahead=limits.schedules_ahead,
             vocab_size=VOCAB_SIZE,
+            chunk_tokens=limits.chunk_tokens,
         )
         self.runner = SymbolicRunner(symbolic, draft_plan)
-        self.oracle = CacheOracle(limits.kv_block_tokens, limits.mamba_block_tokens, limits.chunk_tokens is not None)
+        self.oracle = CacheOracle(limits.kv_block_tokens, limits.mamba_block_tokens, limits.chunk_tokens)
         self.stop_after: dict[str, int] = {}  # request id -> tokens of output at which a stop token comes
         self.requests: list[Request] = []
         self.endings: Counter[str] = Counter()
@@ -297,7 +299,7 @@ class SymbolicEngine:
                 if sealed.get(block) != hash:
                     sealed[block] = hash
                     _, text = self._cache_watch.names[hash]
-                    seal(block, states_of(list(text)), len(text))
+                    seal(block, states_of(list(text), len(text), self.limits.chunk_tokens), len(text))
 
     # the end
 
@@ -316,7 +318,8 @@ class SymbolicEngine:
 
     def _check_text(self, request: Request) -> None:
         output = request.output_token_ids
-        assert output == true_text(request.prompt_token_ids, request.params, request.choice, VOCAB_SIZE, len(output))
+        who = (request.prompt_token_ids, request.params, request.choice)
+        assert output == true_text(*who, VOCAB_SIZE, len(output), self.limits.chunk_tokens)
         if request.finish_reason == "length":
             assert request.num_tokens == self.scheduler.max_total_tokens(request)
         elif request.finish_reason == "stop":

@@ -23,14 +23,16 @@ def text(num_tokens: int, *changed: int) -> list[int]:
     return [1000 + i if i in changed else i for i in range(num_tokens)]
 
 
-def fill(cache: PrefixCache, token_ids: list[int], boundaries: tuple[int, ...] = (), salt: str = "") -> Request:
+def fill(
+    cache: PrefixCache, token_ids: list[int], boundaries: tuple[int, ...] = (), salt: str = "", is_tested: bool = True
+) -> Request:
     """Publish a text's full KV blocks and the states at `boundaries`, and let go of all."""
     request = make_request(token_ids, salt)
     request.kv_blocks = [cache.kv_pool.allocate() for _ in range(len(token_ids) // KV)]
-    cache.publish_kv(request, len(token_ids))
+    cache.publish_kv(request, len(token_ids), is_tested)
     for boundary in boundaries:
         block = cache.mamba_pool.allocate()
-        cache.publish_state(request, boundary, block)
+        cache.publish_state(request, boundary, block, is_tested)
         cache.mamba_pool.release(block)
     for block in reversed(request.kv_blocks):
         cache.kv_pool.release(block)
@@ -186,6 +188,31 @@ def test_superseded_state_goes_first() -> None:
     cache.mamba_pool.allocate()
     assert lookup(cache, text(17)) == (8, 16)
     cache.supersede_state(b"gone")
+
+
+def test_a_failed_text_takes_what_nothing_proves_and_no_more() -> None:
+    cache = make_cache()
+    fill(cache, text(8), (8,))
+    failed = fill(cache, text(24), (16, 24), is_tested=False)
+    proved = fill(cache, text(24, 9), (16, 24), is_tested=False)
+    fill(cache, text(32, 20), (32,))  # goes on from an untested prefix, which its own sampled token would prove
+    cache.mark_tested(proved)
+    cache.forget_untested(failed)
+    cache.check()
+    assert lookup(cache, text(25)) == (8, 8) == lookup(cache, text(33, 20))
+    assert lookup(cache, text(25, 9)) == (24, 24)
+    cache.forget_untested(proved)
+    assert lookup(cache, text(25, 9)) == (24, 24)
+
+
+def test_a_state_that_comes_later_than_its_kv_is_tested_by_itself() -> None:
+    cache = make_cache()
+    fill(cache, text(24))
+    failed = fill(cache, text(24), (16,), is_tested=False)
+    assert lookup(cache, text(24)) == (16, 24)
+    cache.forget_untested(failed)
+    cache.check()
+    assert lookup(cache, text(24)) == (0, 12)
 
 
 def test_reset_forgets_everything() -> None:

@@ -156,12 +156,24 @@ def test_return_token_ids(url: str, client: openai.OpenAI) -> None:
     assert ids["count"] == len(PROMPT) and ids["max_model_len"] == MAX_MODEL_LEN
     (choice,) = completion(url, max_tokens=4, return_token_ids=True)[1]["choices"]
     assert choice["prompt_token_ids"] == ids["tokens"] and choice["token_ids"] == ids["tokens"][:4]
-    chunks = client.completions.create(
-        model="tiny", prompt=PROMPT, max_tokens=4, stream=True, extra_body={"return_token_ids": True}
-    )
-    choices = [chunk.choices[0] for chunk in chunks]
-    assert [t for c in choices for t in c.token_ids] == ids["tokens"][:4]
-    assert all(c.prompt_token_ids == ids["tokens"] for c in choices)
+
+
+@pytest.mark.parametrize("kind", ["completion", "echo", "chat"])
+def test_a_stream_tells_the_ids_of_the_prompt_once(url: str, client: openai.OpenAI, kind: str) -> None:
+    fields = {"model": "tiny", "max_tokens": 4, "n": 2, "stream": True, "extra_body": {"return_token_ids": True}}
+    if kind == "chat":
+        messages = [{"role": "user", "content": "hi"}]
+        prompt = call(f"{url}/tokenize", {"messages": messages})[1]["tokens"]
+        chunks = client.chat.completions.create(messages=messages, **fields)
+    else:
+        prompt = call(f"{url}/tokenize", {"prompt": PROMPT})[1]["tokens"]
+        chunks = client.completions.create(prompt=PROMPT, echo=kind == "echo", **fields)
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    for index in (0, 1):
+        first, *others = [choice for choice in choices if choice.index == index]
+        assert first.prompt_token_ids == prompt
+        assert others and not any(hasattr(choice, "prompt_token_ids") for choice in others)
+        assert [token for choice in (first, *others) for token in choice.token_ids] == prompt[:4]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
-from mambalign.kernels.draw_tokens import draw_tokens_on_gpu, draw_tokens_reference
+from mambalign.kernels.draw_tokens import Draws, draw_tokens_on_gpu, draw_tokens_reference
 from mambalign.kernels.noise import gumbel_noise, noise_bits, position_keys, stream_key
+from mambalign.kernels.sampling import NO_BEST
 
 
 def loop(logits: list[float], key: int, temperature: float, floor: float, top_k: int, top_p: float) -> int:
@@ -24,14 +25,18 @@ def loop(logits: list[float], key: int, temperature: float, floor: float, top_k:
     return max(kept, key=lambda i: (value[i] + noise[i], -i))
 
 
-def make(num_rows: int, vocab_size: int, seed: int, device: str) -> tuple[torch.Tensor, ...]:
+def moved(draws: Draws, device: str) -> Draws:
+    return Draws(*(tensor.to(device) for tensor in draws))
+
+
+def make(num_rows: int, vocab_size: int, seed: int, device: str) -> tuple[torch.Tensor, Draws]:
     """Rows with every mixture of filters; a third of them full of ties."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     logits = torch.randn(num_rows, vocab_size, generator=generator) * torch.logspace(-1, 1, num_rows)[:, None]
     logits[::3] = logits[::3].round()
     rows = torch.randperm(num_rows, generator=generator)[: num_rows - 2]
     count = len(rows)
-    arguments = (
+    draws = Draws(
         rows,
         position_keys(torch.tensor([stream_key(5, i % 2) for i in range(count)]), torch.arange(count)),
         torch.tensor([rng.choice([0.3, 1.0, 1.7]) for _ in rows]),
@@ -39,25 +44,29 @@ def make(num_rows: int, vocab_size: int, seed: int, device: str) -> tuple[torch.
         torch.tensor([rng.choice([1, 2, 7, max(1, vocab_size - 1), vocab_size, 5 * vocab_size]) for _ in rows]),
         torch.tensor([rng.choice([0.0, 1e-9, 0.3, 0.9, 0.999, 1.0, 1.0]) for _ in rows], dtype=torch.float64),
     )
-    return tuple(t.to(device) for t in (logits, *arguments))
+    return logits.to(device), moved(draws, device)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 37, 300])
 def test_every_mixture_of_filters_against_the_loop(vocab_size: int) -> None:
     for seed in range(8):
-        logits, *arguments = make(20, vocab_size, seed, "cpu")
-        want = [loop(logits[row].tolist(), *rest) for row, *rest in zip(*(a.tolist() for a in arguments), strict=True)]
-        assert draw_tokens_reference(logits, *arguments).tolist() == want
+        logits, draws = make(20, vocab_size, seed, "cpu")
+        want = [loop(logits[row].tolist(), *rest) for row, *rest in zip(*(t.tolist() for t in draws), strict=True)]
+        assert draw_tokens_reference(logits, draws).tolist() == want
 
 
 @pytest.mark.parametrize(("vocab_size", "block"), [(1, 16), (2, 64), (100, 32), (257, 128), (300, 512)])
 def test_the_kernel_draws_what_the_reference_draws(vocab_size: int, block: int, device: str) -> None:
     for seed in range(2):
-        logits, *arguments = make(14, vocab_size, seed, device)
-        out = torch.full((14,), -1, device=device)
-        draw_tokens_on_gpu(out, logits, *arguments, block=block)
-        want = torch.full((14,), -1)
-        want[arguments[0].cpu()] = draw_tokens_reference(logits.cpu(), *(a.cpu() for a in arguments))
+        logits, draws = make(14, vocab_size, seed, device)
+        out = torch.full((14,), 7, device=device)
+        without_best = draws.rows[:2].tolist()
+        logits[without_best, -1] = math.nan
+        out[without_best] = NO_BEST.value
+        draw_tokens_on_gpu(out, logits, draws, block=block)
+        want = torch.full((14,), 7)
+        want[draws.rows.cpu()] = draw_tokens_reference(logits.cpu(), moved(draws, "cpu"))
+        want[without_best] = NO_BEST.value
         assert out.tolist() == want.tolist()
 
 
@@ -68,11 +77,11 @@ def test_a_vocabulary_of_full_size(device: str) -> None:
     rows, top_k = torch.arange(4), torch.full((4,), 5000)
     keys = position_keys(torch.tensor(stream_key(1, 0)), torch.arange(4))
     top_p = torch.tensor([0.97, 0.2, 0.9, 0.5], dtype=torch.float64)
-    arguments = (logits, rows, keys, torch.ones(4), torch.full((4,), -math.inf), top_k, top_p)
+    draws = Draws(rows, keys, torch.ones(4), torch.full((4,), -math.inf), top_k, top_p)
     want = [loop(logits[i].tolist(), int(keys[i]), 1.0, -math.inf, 5000, float(top_p[i])) for i in range(4)]
-    assert draw_tokens_reference(*arguments).tolist() == want
+    assert draw_tokens_reference(logits, draws).tolist() == want
     out = torch.zeros(4, dtype=torch.int64, device=device)
-    draw_tokens_on_gpu(out, *(argument.to(device) for argument in arguments))
+    draw_tokens_on_gpu(out, logits.to(device), moved(draws, device))
     assert out.tolist() == want
 
 
@@ -100,7 +109,7 @@ def test_noise_depends_on_seed_choice_and_position_only_and_is_finite() -> None:
 
 
 def test_wrong_dtypes_are_refused(device: str) -> None:
-    logits, *arguments = make(5, 9, 0, device)
+    logits, draws = make(5, 9, 0, device)
     module = importlib.import_module("mambalign.kernels.draw_tokens")
     with pytest.raises(ValueError, match="dtypes"):
-        module.draw_tokens_on_gpu(torch.zeros(5, device=device), logits, *arguments)
+        module.draw_tokens_on_gpu(torch.zeros(5, device=device), logits, draws)

@@ -2,6 +2,9 @@
 
 A state is named by its prefix: so is the value of every KV slot (the tokens up to its own), drafter slot, conv input,
 temporal state and carry. What was never written is POISON. The model is a pure function of the prefix.
+
+Where a prompt is scanned by chunks, the name also says where the chunk of each token began: to other bits it is another
+state.
 """
 
 from dataclasses import dataclass, field
@@ -15,16 +18,20 @@ NO_TOKENS = 1  # the state of the empty text
 Value = int | None
 
 
-def extend(state: int, token_id: int) -> int:
-    """The state after one more token. A 61-bit hash stands for the tokens: equal for equal texts only."""
-    return hash((state, token_id))
+def extend(state: int, token_id: int, chunk_start: int | None = None) -> int:
+    """The state after one more token. A 61-bit hash stands for the tokens: equal for equal texts only.
+
+    `chunk_start`: position of the first token of the chunk that it is scanned in; None: it is scanned by itself.
+    """
+    return hash((state, token_id, chunk_start))
 
 
-def states_of(token_ids: list[int]) -> list[int]:
-    """The states after 0, 1, ... len(token_ids) tokens."""
+def states_of(token_ids: list[int], num_prompt_tokens: int = 0, chunk_tokens: int | None = None) -> list[int]:
+    """The states after 0, 1, ... len(token_ids) tokens; with `chunk_tokens` the prompt's are scanned by chunks."""
     states = [NO_TOKENS]
-    for token_id in token_ids:
-        states.append(extend(states[-1], token_id))
+    for position, token_id in enumerate(token_ids):
+        by_chunk = chunk_tokens is not None and position < num_prompt_tokens
+        states.append(extend(states[-1], token_id, position // chunk_tokens * chunk_tokens if by_chunk else None))
     return states
 
 
@@ -33,9 +40,16 @@ def true_token(state: int, params: SamplingParams, choice: int, vocab_size: int)
     return hash((state, params.seed, choice)) % vocab_size
 
 
-def true_text(prompt: list[int], params: SamplingParams, choice: int, vocab_size: int, num_tokens: int) -> list[int]:
+def true_text(
+    prompt: list[int],
+    params: SamplingParams,
+    choice: int,
+    vocab_size: int,
+    num_tokens: int,
+    chunk_tokens: int | None = None,
+) -> list[int]:
     """The first `num_tokens` tokens of output: one at a time, no batch, no cache, no drafts."""
-    state, output = states_of(prompt)[-1], []
+    state, output = states_of(prompt, len(prompt), chunk_tokens)[-1], []
     for _ in range(num_tokens):
         output.append(true_token(state, params, choice, vocab_size))
         state = extend(state, output[-1])
@@ -55,6 +69,7 @@ class SymbolicLimits:
     num_lookahead_tokens: int  # 0: no drafter fills slots
     schedules_ahead: bool = False  # decode rows come without position and tokens, as runner V2 gets them
     vocab_size: int = 3
+    chunk_tokens: int | None = None  # prompts are scanned by chunks of so many tokens
 
     @property
     def state_len(self) -> int:

@@ -41,9 +41,10 @@ class Text:
     ran_decode: bool = False  # the last step was a decode row's
 
     @classmethod
-    def from_new_row(cls, new: NewRow) -> "Text":
+    def from_new_row(cls, new: NewRow, chunk_tokens: int | None) -> "Text":
         known = list(new.token_ids)
-        return cls(known, states_of(known), new.params, new.choice, len(known), new.num_computed_tokens)
+        states = states_of(known, new.num_prompt_tokens, chunk_tokens)
+        return cls(known, states, new.params, new.choice, len(known), new.num_computed_tokens)
 
     def extend(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
@@ -159,7 +160,7 @@ class SymbolicRunner:
         for new in scheduled.new_rows:
             assert new.num_computed_tokens % self.limits.mamba_block_tokens == 0
             self.batch.add(new)
-            self.texts[new.request_id] = Text.from_new_row(new)
+            self.texts[new.request_id] = Text.from_new_row(new, self.limits.chunk_tokens)
         scheduled.rows.sort(key=lambda row: self.batch.row_of[row.request_id])
 
     def _enter(self, scheduled: ScheduledRow) -> Row:
@@ -283,9 +284,9 @@ class SymbolicRunner:
             slots[block][start:stop] = values[p - first : p - first + stop - start]
 
     def _forward_kv(self, row: Row) -> None:
-        state = row.text.states[row.n]
-        for token_id in row.scheduled.token_ids:
-            state = extend(state, token_id)
+        state, chunk = row.text.states[row.n], self.limits.chunk_tokens
+        for i, token_id in enumerate(row.scheduled.token_ids):
+            state = extend(state, token_id, row.n + i // chunk * chunk if row.scheduled.by_chunk else None)
             row.fed.append(state)
         self._read_slots(self.memory.kv, row, 0, row.n)
         self._write_slots(self.memory.kv, row, row.n, row.fed)

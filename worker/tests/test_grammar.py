@@ -52,6 +52,14 @@ def test_masks_are_the_tokens_that_lead_on(compiler: GrammarCompiler) -> None:
     assert [allowed(m) for m in state.masks([*ids("a"), *ids("12")], [])] == [{None}]
 
 
+def test_a_model_may_lack_tokens_of_its_tokenizer() -> None:
+    """Here all those of two characters and more."""
+    state = GrammarCompiler(TOKENIZER, 256, [EOS]).start(StructuredOutputs(regex="(ab|a1)2?"))
+    masks = state.masks([], [*ids("a"), *ids("1")])
+    assert [allowed(mask) for mask in masks] == [{"a"}, {"b", "1"}, {"2", None}]
+    assert all(len(mask) == 256 // 8 for mask in masks)
+
+
 def test_drafts_are_looked_through_and_taken_back(compiler: GrammarCompiler) -> None:
     wanted = StructuredOutputs(json={"type": "array", "items": {"type": "boolean"}})
     text = ids("[true,true]")

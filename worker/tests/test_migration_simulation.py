@@ -28,6 +28,7 @@ def draw_limits(rng: random.Random, num_spec_tokens: int | None = None, block_to
     block = rng.choice([spec + 1, spec + 1, spec + 2, spec + 3, 2 * spec + 2]) if block_tokens is None else block_tokens
     max_len = rng.randint(2 * block, 4 * block + 12)
     lookahead = rng.choice([0, max(1, spec)])
+    chunks = [size for size in range(2, block + 1) if block % size == 0]
     return SymbolicLimits(
         max_num_seqs=1,
         max_model_len=max_len,
@@ -38,6 +39,7 @@ def draw_limits(rng: random.Random, num_spec_tokens: int | None = None, block_to
         num_kv_blocks=1 + cdiv(max_len + 2 * spec + 1, block),
         num_mamba_blocks=2 + max(spec + 2, 5),  # the null block, and one for a checkpoint to resume from
         num_lookahead_tokens=lookahead,
+        chunk_tokens=rng.choice([None, None, *chunks]),
     )
 
 
@@ -52,7 +54,7 @@ class Driver:
         self.tokens = [rng.randrange(3) for _ in range(rng.randint(1, limits.max_model_len - 1))]
         self.num_prompt_tokens = len(self.tokens)
         self.checkpoint: tuple[int, int] | None = None  # boundary, block
-        self.max_column = 0
+        self.max_column = self.num_by_chunk = self.num_replayed = 0
         self.held: dict[int, int] = {}
         self.is_in_runner = False
 
@@ -66,7 +68,8 @@ class Driver:
             self.step()
             if self.rng.random() < 0.05:
                 self.admit()
-        expected = true_text(self.tokens[: self.num_prompt_tokens], PARAMS, 0, 3, len(self.tokens))
+        prompt, chunk = self.tokens[: self.num_prompt_tokens], self.limits.chunk_tokens
+        expected = true_text(prompt, PARAMS, 0, 3, len(self.tokens), chunk)
         assert self.tokens[self.num_prompt_tokens :] == expected[: len(self.tokens) - self.num_prompt_tokens]
         self.runner.check_sealed()
 
@@ -100,6 +103,20 @@ class Driver:
         size, spec = self.limits.mamba_block_tokens, self.limits.num_spec_tokens
         return set(mamba_columns.decode_columns(self.n, self.c, q, size, spec))
 
+    @property
+    def by_chunk(self) -> bool:
+        return self.limits.chunk_tokens is not None and self.n < self.num_prompt_tokens
+
+    @property
+    def may_keep(self) -> bool:
+        """With chunks, nothing that covers a token of the reply is kept."""
+        return self.limits.chunk_tokens is None or self.n < self.num_prompt_tokens
+
+    def piece_end(self, most: int) -> int:
+        """By chunks a piece ends with one, or with the prompt."""
+        chunk = self.limits.chunk_tokens
+        return min(self.num_prompt_tokens, self.n + cdiv(most, chunk) * chunk) if self.by_chunk else self.n + most
+
     def step(self) -> None:
         size, rng, known = self.limits.mamba_block_tokens, self.rng, len(self.tokens)
         is_decode = self.n == known - 1 and self.n >= self.num_admitted
@@ -108,9 +125,11 @@ class Driver:
             tokens = [self.tokens[-1], *self.drafts]
             columns = self.columns(len(tokens))
         else:
-            tokens = self.tokens[self.n : self.n + rng.choice([1, rng.randint(1, size), known])]
+            tokens = self.tokens[self.n : self.piece_end(rng.choice([1, rng.randint(1, size), known]))]
+            self.num_by_chunk += self.by_chunk
+            self.num_replayed += not self.may_keep
             possible = [m for m in range(size, self.n + len(tokens) + 1, size) if m > self.n]
-            boundaries = sorted(rng.sample(possible, rng.randint(0, min(3, len(possible)))))
+            boundaries = sorted(rng.sample(possible, rng.randint(0, min(3, len(possible))) * self.may_keep))
             columns = {m // size - 1 for m in boundaries}
             columns.add(mamba_columns.next_column(self.c, self.n, len(tokens), size))
         for column in sorted(columns - set(self.held)):
@@ -119,7 +138,8 @@ class Driver:
         self.max_column = max(self.max_column, *self.held)
         end = self.n + len(tokens)
         after = self.tokens[end] if end < known and not is_decode else None
-        row = ScheduledRow("r", 0, self.n, tokens, is_decode, self.kv_blocks, dict(self.held), boundaries, after)
+        held = dict(self.held)
+        row = ScheduledRow("r", 0, self.n, tokens, is_decode, self.kv_blocks, held, boundaries, after, self.by_chunk)
         self.output.rows.append(row)
         self.book(row)
 
@@ -132,7 +152,7 @@ class Driver:
         self.tokens += result.token_ids
         self.drafts = result.draft_token_ids
         last = self.n // size * size
-        crossed = [last] if row.is_decode and last > row.num_computed_tokens else []
+        crossed = [last] if row.is_decode and self.may_keep and last > row.num_computed_tokens else []
         for boundary in row.boundaries + crossed:
             self.keep(boundary)
         for column in [k for k in self.held if self.is_behind(k)]:
@@ -165,6 +185,7 @@ def test_no_state_goes_astray() -> None:
     assert {d.limits.num_spec_tokens for d in drivers} == set(range(9))
     assert sum(d.runner.num_biased_precopies for d in drivers) > NUM_SEEDS / 2
     assert sum(d.runner.num_postcopies for d in drivers) > NUM_SEEDS
+    assert sum(d.num_by_chunk for d in drivers) > NUM_SEEDS and sum(d.num_replayed for d in drivers) > NUM_SEEDS / 10
 
 
 @pytest.mark.parametrize("num_spec_tokens", [0, 1, 3, 8])
@@ -363,4 +384,26 @@ class KeepsEverything(Driver):
 @pytest.mark.parametrize("driver_class", [FreesRunningColumn, FreesSourceTooEarly, KeepsEverything])
 def test_wrong_holder_is_found(driver_class: type[Driver]) -> None:
     with pytest.raises((AssertionError, IndexError, KeyError)):
+        run_seeds(NUM_FAULT_SEEDS, driver_class=driver_class)
+
+
+# Faults in how it cuts a text that is scanned by chunks
+
+
+class CutsInsideAChunk(Driver):
+    def piece_end(self, most: int) -> int:
+        return min(self.num_prompt_tokens, self.n + most) if self.by_chunk else self.n + most
+
+
+class RunsReplyWithPrompt(Driver):
+    """A reply that is run again after a restart: its first tokens end a chunk of the prompt's."""
+
+    def piece_end(self, most: int) -> int:
+        chunk = self.limits.chunk_tokens or 1
+        return self.n + cdiv(most, chunk) * chunk
+
+
+@pytest.mark.parametrize("driver_class", [CutsInsideAChunk, RunsReplyWithPrompt])
+def test_wrong_cut_is_found(driver_class: type[Driver]) -> None:
+    with pytest.raises(AssertionError):
         run_seeds(NUM_FAULT_SEEDS, driver_class=driver_class)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mambalign.kernels.noise import gumbel_noise, position_keys, stream_key
+from mambalign.kernels.sampling import NO_BEST
 from mambalign.worker.sampler import Sampler, SampleRow
 from mambalign.worker.sampling_params import SamplingParams
 
@@ -204,6 +205,30 @@ def test_logits_are_left_as_they_came():
 def test_plain_greedy_rows_take_the_first_maximum():
     logits = torch.tensor([[0.0, 3.0, 3.0], [1.0, 1.0, 1.0], [-5.0, -4.0, -3.0]])
     assert sample(logits, [row_of(temperature=0.0)] * 3) == ([1, 0, 2], [None, None, None])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_k": 3, "top_p": 0.9, "min_p": 0.1},
+        {"temperature": 0.0, "logit_bias": {1: -100.0}},
+        {"temperature": 0.7, "repetition_penalty": 1.5},
+        {"temperature": 0.0, "min_tokens": 4, "stop_token_ids": [1]},
+    ],
+)
+def test_a_row_that_is_not_of_numbers_has_no_token_and_hurts_no_other(fields):
+    """What is wrong may lie where a penalty would make it finite, or a mask hide it."""
+    torch.manual_seed(5)
+    logits = torch.randn(7, 12)
+    row = row_of(prompt=[1], logprobs=2, **fields)
+    want = sample(logits, [row] * 7)
+    logits[1], logits[3] = math.nan, -math.inf
+    logits[5, 1], logits[6, 1] = math.inf, math.nan
+    tokens, entries = sample(logits, [row] * 7)
+    assert [tokens[i] for i in (1, 3, 5, 6)] == [NO_BEST.value] * 4
+    assert all(math.isnan(entries[i].logprob) for i in (1, 3, 5, 6))
+    assert [(tokens[i], entries[i]) for i in (0, 2, 4)] == [(want[0][i], want[1][i]) for i in (0, 2, 4)]
 
 
 def test_min_tokens_masks_ends_until_enough_tokens_are_out():
