@@ -288,7 +288,8 @@ def attention_rows_kernel(
     [tokens, heads, HEAD_DIM]. Sums in fp32.
     """
     wait_for_inputs(PDL)
-    i_row, i_kv_head, i_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_row, i_kv_head = tl.program_id(0), tl.program_id(1)
+    i_tile = tl.num_programs(2) - 1 - tl.program_id(2)  # those with most keys first
     TILE_QUERIES: tl.constexpr = TILE_ROWS // GROUP
     first_query = i_tile * TILE_QUERIES
     num_queries = tl.minimum(tl.load(p_query_len + i_row) - first_query, TILE_QUERIES)
