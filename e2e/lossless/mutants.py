@@ -70,7 +70,7 @@ MUTANTS = [
     Mutant(
         "num_accepted left in a slot by the request before",
         "worker/slot_batch.py",
-        "        self.num_accepted[slot] = 1\n",
+        "        self.num_accepted[slot].fill_(1)  # an assignment would copy a host value, and wait\n",
         "",
     ),
     Mutant(
