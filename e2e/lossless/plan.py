@@ -54,9 +54,7 @@ class Setup(msgspec.Struct, frozen=True, omit_defaults=True):
             "max_model_len": self.max_model_len,
             "enable_prefix_caching": self.prefix_caching,
             "check_fused_copy": self.checked,
-            **pool_memory(
-                model, self.spec_tokens, self.spec_method, self.kv_block_tokens, num_states, num_kv_blocks
-            ),
+            **pool_memory(model, self.spec_tokens, self.spec_method, self.kv_block_tokens, num_states, num_kv_blocks),
         }
 
 

@@ -31,7 +31,9 @@ KERNEL_MODULES = (
     "scatter_rows",
     "sigmoid_mul",
     "silu_mul",
+    "slot_rows",
     "step_addresses",
+    "verify_drafts",
 )
 
 IMPORTED_TOO_EARLY = "triton" in sys.modules and os.environ.get(INTERPRET) != "1"
