@@ -20,6 +20,7 @@ from mambalign.kernels import (
     expert_routing,
     grouped_linear,
     head_norm,
+    padded_rows,
     rms_norm,
     rotary,
     sampling,
@@ -145,7 +146,8 @@ def compile_integers(kernel, wide: str, **constants):
     """A kernel of integers only; `wide` names the pointers to int64, separated by blanks."""
     pointers = [name for name in kernel.arg_names if name.startswith("p_")]
     types = {name: "*i64" if name in wide.split() else "*i32" for name in pointers}
-    return compile_kernel(kernel, types, {"NUM_DRAFTS": 3} | constants, num_warps=1)
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return compile_kernel(kernel, types, constants, num_warps=1)
 
 
 def compile_draw():
@@ -244,26 +246,16 @@ def main() -> None:
     cases |= {"then gate": (compile_then_gate, 128, bf16), "head norm": (compile_head_norm, 16, 256, bf16)}
     cases |= {"sigmoid_mul": (compile_sigmoid_mul,)}
     cases |= {which: (compile_sampling, which) for which in ("argmax", "merge")}
-    cases |= {
-        f"verify {wanted}": (
-            partial(compile_integers, HAS_WANTED=wanted, BLOCK=4),
-            verify_drafts.verify_drafts_kernel,
-            "p_sampled p_token p_target",
-        )
-        for wanted in (False, True)
-    }
-    cases |= {
-        "gather slots": (
-            partial(compile_integers, BLOCK=slot_rows.BLOCK),
-            slot_rows.gather_slots_kernel,
-            "p_row p_offset p_token p_next_token p_drafts p_token_out",
-        ),
-        "advance slots": (
-            partial(compile_integers, BLOCK=4),
-            slot_rows.advance_slots_kernel,
-            "p_token p_draft p_next_token p_drafts p_num_crossed p_results",
-        ),
-    }
+    of_integers = partial(compile_integers, NUM_DRAFTS=3, WIDTH=4, BLOCK_W=4)
+    few, many = partial(of_integers, BLOCK=4), partial(of_integers, BLOCK=slot_rows.BLOCK)
+    verify, wide = verify_drafts.verify_drafts_kernel, "p_sampled p_token p_target"
+    cases |= {f"verify {wanted}": (partial(few, HAS_WANTED=wanted), verify, wide) for wanted in (False, True)}
+    wide = "p_row p_offset p_token p_next_token p_drafts p_token_out"
+    cases |= {"gather slots": (many, slot_rows.gather_slots_kernel, wide)}
+    wide = "p_token p_draft p_next_token p_drafts p_num_crossed p_results"
+    cases |= {"advance slots": (few, slot_rows.advance_slots_kernel, wide)}
+    cases |= {"pad rows": (many, padded_rows.pad_rows_kernel, "p_token p_token_out p_place")}
+    cases |= {"pad sampled": (few, padded_rows.pad_sampled_kernel, "p_sampled p_sampled_out")}
     cases |= {"draw": (compile_draw,)}
     cases |= {f"activation {relu2}": (compile_activation, relu2) for relu2 in (False, True)}
     cases |= {"rotary": (compile_rotary, 32, 8, 128, 64, bf16), "rotary half": (compile_rotary, 6, 2, 33, 8, fp32)}

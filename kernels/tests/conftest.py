@@ -22,6 +22,7 @@ KERNEL_MODULES = (
     "head_norm",
     "linear_triton",
     "mamba_state_copy",
+    "padded_rows",
     "postprocess_mamba",
     "precopy_mamba_align",
     "preprocess_mamba_align",
