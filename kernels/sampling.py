@@ -1,4 +1,4 @@
-"""Greedy verification of drafts on the device: the best token of every position, and how many drafts equal it.
+"""The best token of each row of logits, on the device.
 
 Nothing here adds floating-point numbers, so nothing depends on order; ties go to the lowest id. A row that holds a NaN,
 or whose largest is infinite, has no best token: NO_BEST stands in its place.
@@ -56,41 +56,12 @@ def argmax_merge_kernel(p_value, p_index, p_out, num_splits, BLOCK: tl.constexpr
     tl.store(p_out + i_row, tl.where(tl.abs(best) < float("inf"), i_best, NO_BEST).to(tl.int64))
 
 
-@triton.jit(do_not_specialize_on_alignment=["p_target", "p_draft", "p_query_len"])
-def accept_drafts_kernel(
-    p_target, p_draft, p_query_len, p_kept, NUM_DRAFTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """kept = min(1 + length of the prefix of drafts that equal their targets, query_len). Grid: rows. Writes int32."""
-    wait_for_inputs(PDL)
-    i_row, o_draft = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    is_draft = o_draft < NUM_DRAFTS
-    b_target = tl.load(p_target + i_row * (NUM_DRAFTS + 1) + o_draft, mask=is_draft, other=-1)
-    b_draft = tl.load(p_draft + i_row * NUM_DRAFTS + o_draft, mask=is_draft, other=-2)
-    num_equal = tl.min(tl.where(b_target == b_draft, BLOCK, o_draft), axis=0)
-    num_equal = tl.minimum(num_equal, NUM_DRAFTS)
-    tl.store(p_kept + i_row, tl.minimum(1 + num_equal, tl.load(p_query_len + i_row)))
-
-
 def argmax_rows_reference(logits: torch.Tensor) -> torch.Tensor:
     """Column of the largest of each row of logits [N, V] fp32, the lowest of several, or NO_BEST; int64 [N]."""
     best = logits.max(dim=1, keepdim=True).values  # NaN, if there is one
     columns = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
     first = torch.where(logits == best, columns, logits.shape[1]).min(dim=1).values
     return torch.where(best[:, 0].isfinite(), first, NO_BEST.value)
-
-
-def accept_drafts_reference(target: torch.Tensor, drafts: torch.Tensor, query_len: torch.Tensor) -> torch.Tensor:
-    """How many tokens of each row are kept: the target's own, once for each draft before it that it confirms.
-
-    target: int64 [R, S + 1], the target's token after each of a row's queries. drafts: int64 [R, S], the row's second
-    query and on. query_len: int32 [R]; 0 is a row of padding. Returns int32 [R]: 1 + the length of the prefix of
-    drafts that equal their targets, at most query_len.
-    """
-    kept = [
-        min(query_len_, 1 + next((i for i, draft in enumerate(drafts_) if draft != target_[i]), len(drafts_)))
-        for target_, drafts_, query_len_ in zip(target.tolist(), drafts.tolist(), query_len.tolist(), strict=True)
-    ]
-    return torch.tensor(kept, dtype=torch.int32, device=target.device)
 
 
 def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -119,26 +90,3 @@ def argmax_rows_on_gpu(logits: torch.Tensor, split: int = SPLIT, block: int = BL
             value, index, out, num_splits, triton.next_power_of_2(num_splits), num_warps=1, **pdl(logits.device)
         )
     return out
-
-
-def accept_drafts(target: torch.Tensor, drafts: torch.Tensor, query_len: torch.Tensor) -> torch.Tensor:
-    """`accept_drafts_reference`, on the device: one launch, no synchronisation. All contiguous."""
-    if not target.is_cuda:
-        return accept_drafts_reference(target, drafts, query_len)
-    return accept_drafts_on_gpu(target, drafts, query_len)
-
-
-def accept_drafts_on_gpu(target: torch.Tensor, drafts: torch.Tensor, query_len: torch.Tensor) -> torch.Tensor:
-    """The kernel behind `accept_drafts`. Raises ValueError for shapes or strides that do not fit."""
-    num_rows, num_drafts = drafts.shape
-    if target.shape != (num_rows, num_drafts + 1) or query_len.shape != (num_rows,):
-        raise ValueError(f"accept_drafts: {target.shape} targets, {drafts.shape} drafts, {query_len.shape} lengths")
-    if not (target.is_contiguous() and drafts.is_contiguous() and query_len.is_contiguous()):
-        raise ValueError("accept_drafts takes contiguous tensors")
-    kept = torch.empty(num_rows, dtype=torch.int32, device=target.device)
-    if num_rows:
-        block = triton.next_power_of_2(num_drafts + 1)
-        accept_drafts_kernel[(num_rows,)](
-            target, drafts, query_len, kept, num_drafts, block, num_warps=1, **pdl(target.device)
-        )
-    return kept

@@ -10,7 +10,7 @@ BLOCK = 1024
 
 
 @triton.jit(do_not_specialize_on_alignment=["index"])
-def scatter_rows_kernel(source, dest, index, source_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def scatter_rows_kernel(source, dest, index, source_stride, dest_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """dest[index[t]] = source[t] for index[t] >= 0.
 
     Grid: (rows of source, tiles of BLOCK elements). A program copies one tile of one row. Two rows with one index are
@@ -22,7 +22,7 @@ def scatter_rows_kernel(source, dest, index, source_stride, width, BLOCK: tl.con
     if b_row >= 0:
         o_w = i_tile * BLOCK + tl.arange(0, BLOCK)
         b_value = tl.load(source + i_t * source_stride + o_w, mask=o_w < width)
-        tl.store(dest + b_row * width + o_w, b_value, mask=o_w < width)
+        tl.store(dest + b_row * dest_stride + o_w, b_value, mask=o_w < width)
 
 
 def scatter_rows_reference(source: torch.Tensor, dest: torch.Tensor, index: torch.Tensor) -> None:
@@ -32,7 +32,7 @@ def scatter_rows_reference(source: torch.Tensor, dest: torch.Tensor, index: torc
 
 
 def scatter_rows(source: torch.Tensor, dest: torch.Tensor, index: torch.Tensor) -> None:
-    """Copy row t of source [T, width] to row index[t] (int, [T]) of dest [N, width], contiguous; negative skips."""
+    """Copy row t of source [T, width] to row index[t] (int, [T]) of dest [N, width], both apart or not; -1 skips."""
     if dest.is_cuda:
         scatter_rows_on_gpu(source, dest, index)
     else:
@@ -43,4 +43,4 @@ def scatter_rows_on_gpu(source: torch.Tensor, dest: torch.Tensor, index: torch.T
     """`scatter_rows` by the kernel."""
     num_rows, width = source.shape
     grid = (num_rows, triton.cdiv(width, BLOCK))
-    scatter_rows_kernel[grid](source, dest, index, source.stride(0), width, BLOCK, **pdl(dest.device))
+    scatter_rows_kernel[grid](source, dest, index, source.stride(0), dest.stride(0), width, BLOCK, **pdl(dest.device))

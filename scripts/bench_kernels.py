@@ -31,7 +31,8 @@ from mambalign.kernels.mamba2_chunk_scan import mamba2_chunk_scan_varlen_triton
 from mambalign.kernels.mamba2_chunk_shape import TILES, ChunkTiles
 from mambalign.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_gated
 from mambalign.kernels.rows import MambaRows
-from mambalign.kernels.sampling import accept_drafts, argmax_rows
+from mambalign.kernels.sampling import argmax_rows
+from mambalign.kernels.verify_drafts import verify_drafts
 
 DEVICE = "cuda"
 HIDDEN, UP, VOCAB, MAMBA_WIDTH, IN_PROJ = 4096, 21504, 131072, 8192, 18560
@@ -114,10 +115,11 @@ def bench_row_kernels(bench: Bench, rows: list[int]) -> None:
             "relu2": (4 * up.numel(), partial(relu2, up)),
         }
         if m <= HEAD_ROWS:
-            logits, drafts = torch.randn(m, VOCAB, device=DEVICE), torch.randint(2, (m, DRAFTS), device=DEVICE)
-            target, query_len = torch.randint(2, (m, DRAFTS + 1), device=DEVICE), int32([DRAFTS + 1] * m)
+            logits, ids = torch.randn(m, VOCAB, device=DEVICE), torch.randint(2, (m * (DRAFTS + 1),), device=DEVICE)
+            start, query_len = int32(range(0, len(ids), DRAFTS + 1)), int32([DRAFTS + 1] * m)
+            rows = (start, query_len, query_len, start, query_len)
             calls["argmax_rows"] = (4 * logits.numel(), partial(argmax_rows, logits))
-            calls["accept_drafts"] = (64 * m, partial(accept_drafts, target, drafts, query_len))
+            calls["verify_drafts"] = (132 * m, partial(verify_drafts, ids, ids, *rows, DRAFTS))
         for name, (num_bytes, call) in calls.items():
             bench.report(name, m, [call] * CALLS, bench.limit_us(num_bytes))
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from mambalign.kernels.padded_rows import pad_rows, pad_sampled
 from mambalign.worker.forward_batch import NO_BLOCK, NO_TOKEN, StepLayout, StepRows
 
 LARGEST = 256  # rows
@@ -39,7 +40,7 @@ class DecodeGraph:
         num_tokens = num_rows * width
         rows, tokens = torch.arange(num_rows, device=device), torch.arange(num_tokens, device=device)
         self.num_rows, self.width, self.device = num_rows, width, device
-        self.numbers = torch.zeros(4, num_rows, **int32)  # query_len, num_computed, running_column, num_accepted
+        self.numbers = torch.zeros(4, num_rows, **int32)  # as `pad_rows` writes them
         self.num_final = torch.zeros(num_rows, **int32)
         self.sampled = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         layout = StepLayout(
@@ -72,28 +73,38 @@ class DecodeGraph:
             torch.zeros(num_rows, num_columns, **int32),
             layout.token_ids,
         )
-        self._place = tokens  # of each of the step's tokens, among the graph's
+        self._place = torch.zeros_like(tokens)  # of each of the step's tokens, among the graph's
+        self._given = layout  # of the step
 
     def load(self, rows: StepRows) -> None:
         """Copy a step in; rows past its last become inert."""
-        layout, given = rows.layout, rows.layout.num_rows
-        self.numbers.zero_()
-        parts = (layout.query_len, rows.num_computed, rows.running_column, rows.num_accepted)
-        self.numbers[:, :given] = torch.stack(parts)
-        self.rows.mamba_table[:given, : rows.mamba_table.shape[1]] = rows.mamba_table
-        self.rows.layout.kv_table[:given, : layout.kv_table.shape[1]] = layout.kv_table
-        self._place = layout.row_of_token * self.width + layout.offset_of_token
-        self.rows.token_ids[self._place] = rows.token_ids
+        given, layout = rows.layout, self.rows.layout
+        self._given = given
+        pad_rows(
+            given.query_start,
+            given.query_len,
+            rows.num_computed,
+            rows.running_column,
+            rows.num_accepted,
+            rows.token_ids,
+            rows.mamba_table,
+            given.kv_table,
+            self.numbers,
+            self.rows.token_ids,
+            self._place,
+            self.rows.mamba_table,
+            layout.kv_table,
+        )
 
     def take(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """[T, ..] of the step's own tokens."""
-        return of_tokens[self._place]
+        """[T, ..] of the step's own tokens, which are all of the graph's when every row has all its drafts."""
+        num_tokens = self._given.num_tokens
+        return of_tokens if num_tokens == len(of_tokens) else of_tokens[self._place[:num_tokens]]
 
     def put_sampled(self, sampled: torch.Tensor, num_final: torch.Tensor) -> None:
         """Copy in what the drafter's pass needs: tokens int64 [T], and how many of each row's are final, int32 [R]."""
-        self.sampled[self._place] = sampled
-        self.num_final.zero_()
-        self.num_final[: len(num_final)] = num_final
+        given = self._given
+        pad_sampled(given.query_start, given.query_len, sampled, num_final, self.sampled, self.num_final)
 
 
 class DecodeGraphs:
@@ -134,7 +145,7 @@ class DecodeGraphs:
         return self._graphs[bisect_left(self._sizes, layout.num_rows)]
 
     def forward(self, graph: DecodeGraph, rows: StepRows) -> torch.Tensor:
-        """Hidden states [T, hidden] of the step's own tokens."""
+        """Hidden states [T, hidden] of the step's own tokens; read them before the next step."""
         self.num_steps += 1
         graph.load(rows)
         hidden = self._run("forward", graph, partial(self._forward, graph.rows))
@@ -142,9 +153,9 @@ class DecodeGraphs:
         return graph.take(hidden)
 
     def propose(self, graph: DecodeGraph, sampled: torch.Tensor, num_final: torch.Tensor) -> torch.Tensor:
-        """Drafts int64 [R, S] of the step that `forward` has run last."""
+        """Drafts int64 [R, S] of the step that `forward` has run last; read them before the next step."""
         graph.put_sampled(sampled, num_final)
-        return self._run("propose", graph, partial(self._run_propose, graph))[: len(num_final)].clone()
+        return self._run("propose", graph, partial(self._run_propose, graph))[: len(num_final)]
 
     def _run_propose(self, graph: DecodeGraph) -> torch.Tensor:
         return self._propose(graph.rows, self._hidden[graph.num_rows], graph.sampled, graph.num_final)

@@ -14,7 +14,7 @@ from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.rows import MambaRows, ScanRows
 from mambalign.kernels.step_addresses import state_blocks, token_slots
 from mambalign.worker.batch import ScheduledRow
-from mambalign.worker.host_copy import to_device
+from mambalign.worker.host_copy import send_together
 from mambalign.worker.state_cache import StateCache
 
 NO_TOKEN = -1  # a position whose token the device fills in, or a draft that is not there: equal to no token
@@ -39,7 +39,7 @@ class StepLayout:
     query_len: torch.Tensor  # int32 [R]
     is_decode: torch.Tensor  # int32 [R]
     samples_of_row: torch.Tensor  # int32 [R]: a decode row samples after each token, a prompt after its last
-    sample_start: torch.Tensor  # int64 [R], the row's first in the list of samples
+    sample_start: torch.Tensor  # int32 [R], the row's first in the list of samples
     drafting: torch.Tensor  # int64 [.], rows that sample
     resumed: torch.Tensor  # int64 [.], rows that begin behind a cached prefix with this step
     row_of_token: torch.Tensor  # int64 [T]
@@ -51,10 +51,21 @@ class StepLayout:
     kv_table: torch.Tensor  # int32 [R, W], 0 past the row's blocks
     is_by_chunk: torch.Tensor | None = None  # int32 [R], `num_by_chunk` of them 1; may be None without any
     num_by_chunk: int = 0
+    slots: torch.Tensor | None = None  # int32 [R] (V2)
+    mamba_table: torch.Tensor | None = None  # int32 [R, columns] of state blocks (V2)
 
 
-def lay_out(rows: list[ScheduledRow], cache: StateCache, resumed: set[str]) -> StepLayout:
-    """Lay a step's rows side by side. `resumed`: requests that begin with it, some of their text cached."""
+def lay_out(
+    rows: list[ScheduledRow],
+    cache: StateCache,
+    resumed: set[str],
+    slots: list[int] | None = None,
+    num_columns: int = 0,
+) -> StepLayout:
+    """Lay a step's rows side by side. `resumed`: requests that begin with it, some of their text cached.
+
+    slots (V2): of each row. num_columns: width of the rows' tables of state blocks, which go with the slots.
+    """
     query_len = np.array([row.num_tokens for row in rows])
     query_start = np.cumsum(query_len) - query_len
     num_tokens = int(query_len.sum())
@@ -73,38 +84,51 @@ def lay_out(rows: list[ScheduledRow], cache: StateCache, resumed: set[str]) -> S
         for m in row.boundaries:
             column = m // cache.mamba_block_tokens - 1
             boundary_block[start + m - row.num_computed_tokens - 1] = row.mamba_blocks[column]
-    kv_table = np.zeros((len(rows), max(len(row.kv_blocks) for row in rows)), np.int64)
+    kv_table = np.zeros((len(rows), max(len(row.kv_blocks) for row in rows)), np.int32)
     for i, row in enumerate(rows):
         kv_table[i, : len(row.kv_blocks)] = row.kv_blocks
     is_sampled = offset >= (query_len - samples)[row_of_token]
-    parts = _send(
-        [
-            *(query_start, query_len, is_decode, samples, np.cumsum(samples) - samples, np.flatnonzero(samples)),
-            [i for i, row in enumerate(rows) if row.request_id in resumed],
-            *(row_of_token, offset, token_ids, next_token_ids, boundary_block, np.flatnonzero(is_sampled)),
-            *(kv_table.reshape(-1), by_chunk),
-        ],
-        cache.device,
-    )
+    of_rows = {
+        "query_start": query_start,
+        "query_len": query_len,
+        "is_decode": is_decode,
+        "samples_of_row": samples,
+        "sample_start": np.cumsum(samples) - samples,
+    }
+    if by_chunk.any():
+        of_rows["is_by_chunk"] = by_chunk
+    if slots is not None:
+        of_rows |= {"slots": np.array(slots), "mamba_table": mamba_tables([r.mamba_blocks for r in rows], num_columns)}
+    lists = {
+        "drafting": np.flatnonzero(samples),
+        "resumed": np.array([i for i, row in enumerate(rows) if row.request_id in resumed], np.int64),
+        "row_of_token": row_of_token,
+        "offset_of_token": offset,
+        "token_ids": token_ids,
+        "next_token_ids": next_token_ids,
+        "boundary_block": boundary_block,
+        "sample_index": np.flatnonzero(is_sampled),
+    }
+    of_rows = {name: array.astype(np.int32) for name, array in of_rows.items()}
     return StepLayout(
-        len(rows),
-        num_tokens,
-        int(samples.sum()),
-        int(query_len.max()),
-        kv_table.shape[1] * cache.kv_block_tokens,
-        bool(is_decode.all()),
-        *(part.int() for part in parts[:4]),
-        *parts[4:13],
-        parts[13].view(len(rows), -1).int(),
-        parts[14].int() if by_chunk.any() else None,
-        int(by_chunk.sum()),
+        num_rows=len(rows),
+        num_tokens=num_tokens,
+        num_samples=int(samples.sum()),
+        max_query_len=int(query_len.max()),
+        max_context_len=kv_table.shape[1] * cache.kv_block_tokens,
+        all_decode=bool(is_decode.all()),
+        num_by_chunk=int(by_chunk.sum()),
+        **send_together(of_rows | lists | {"kv_table": kv_table}, cache.device),
     )
 
 
-def _send(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """int64 tensors of these arrays, sent at once."""
-    packed = to_device(np.concatenate(arrays, dtype=np.int64, casting="unsafe"), torch.int64, device)
-    return list(packed.split([len(array) for array in arrays]))
+def mamba_tables(tables: list[dict[int, int]], num_columns: int) -> np.ndarray:
+    """int32 [R, num_columns]: the state blocks that rows hold, by column; 0 where a row holds none."""
+    array = np.zeros((len(tables), num_columns), np.int32)
+    for row, blocks in zip(array, tables, strict=True):
+        for column, block in blocks.items():
+            row[column] = block
+    return array
 
 
 @dataclass(frozen=True)

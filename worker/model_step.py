@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mambalign.kernels.sampling import accept_drafts, argmax_rows
+from mambalign.kernels.sampling import argmax_rows
 from mambalign.kernels.scatter_rows import scatter_rows
+from mambalign.kernels.verify_drafts import verify_drafts
 from mambalign.worker.batch import ScheduledRow
 from mambalign.worker.cpu import StepThreads
 from mambalign.worker.decode_graphs import DecodeGraph, DecodeGraphs, graph_sizes
@@ -31,8 +32,22 @@ class Verified:
     """Tokens of each row after verification, on the device."""
 
     token_ids: torch.Tensor  # int64 [R, S+1]; the first num_kept of each row count
-    num_kept: torch.Tensor  # int32 [R], 0 for a row that does not sample
-    num_drafts: torch.Tensor  # int64 [R], drafts that were looked at
+    counts: torch.Tensor  # int32 [4, R], as `verify_drafts` gives them
+
+    @property
+    def num_kept(self) -> torch.Tensor:
+        """int32 [R], 0 for a row that does not sample."""
+        return self.counts[0]
+
+    @property
+    def num_final(self) -> torch.Tensor:
+        """int32 [R], tokens of each row whose state is final: kept ones of a decode row, all of a prompt's."""
+        return self.counts[2]
+
+    @property
+    def num_kept_of_decode(self) -> torch.Tensor:
+        """int32 [R], 0 for a prompt's row."""
+        return self.counts[3]
 
 
 @dataclass(frozen=True)
@@ -55,18 +70,24 @@ class RunnerLimits:
 class SyntheticAcceptance:
     """Keeps a mean of `mean_kept` tokens a step, bonus included: draft j with the chance r**j. For benchmarks only."""
 
+    NUM_DRAWN = 1 << 16
+
     def __init__(self, mean_kept: float, num_spec_tokens: int, device: torch.device):
         low, high = 0.0, 1.0
         for _ in range(60):
             r = (low + high) / 2
             low, high = (r, high) if sum(r**j for j in range(num_spec_tokens + 1)) < mean_kept else (low, r)
-        self.rates = torch.tensor([high**j for j in range(1, num_spec_tokens + 1)], device=device)
-        self.generator = torch.Generator(device).manual_seed(0)
+        rates = torch.tensor([high**j for j in range(1, num_spec_tokens + 1)])
+        chance = torch.rand(self.NUM_DRAWN, 1, generator=torch.Generator().manual_seed(0))
+        self._drawn = (1 + (chance < rates).sum(1)).int().to(device)  # at once: a step must cost what real ones do
+        self._next = 0
 
-    def __call__(self, num_samples: torch.Tensor) -> torch.Tensor:
-        """Tokens kept of each row, int32 [R], at most the row's samples (int32 [R])."""
-        chance = torch.rand(len(num_samples), 1, generator=self.generator, device=self.rates.device)
-        return torch.minimum(1 + (chance < self.rates).sum(1), num_samples).int()
+    def draw(self, num_rows: int) -> torch.Tensor:
+        """Tokens to keep of each row, int32 [R]."""
+        if self._next + num_rows > self.NUM_DRAWN:
+            self._next = 0
+        self._next += num_rows
+        return self._drawn[self._next - num_rows : self._next]
 
 
 class ModelStep:
@@ -181,19 +202,20 @@ class ModelStep:
 
     def verify(self, rows: StepRows, sampled: torch.Tensor) -> Verified:
         """Accept each row's drafts while they equal the target's own tokens."""
-        layout, k = rows.layout, self.num_spec_tokens
-        places = torch.arange(k + 1, device=sampled.device)
-        if not layout.num_samples:
-            none = torch.full((layout.num_rows, k + 1), NO_TOKEN, device=sampled.device)
-            return Verified(none, torch.zeros_like(layout.query_len), torch.zeros_like(layout.sample_start))
-        targets = sampled[(layout.sample_start[:, None] + places).clamp_(max=layout.num_samples - 1)]
-        drafts = rows.token_ids[(layout.query_start[:, None] + places[1:]).clamp_(max=layout.num_tokens - 1)]
-        is_draft = (places[1:] < layout.samples_of_row[:, None]) & (drafts != NO_TOKEN)
-        if self.acceptance is None:
-            num_kept = accept_drafts(targets, drafts, layout.samples_of_row)
-        else:
-            num_kept = self.acceptance(layout.samples_of_row)
-        return Verified(targets, num_kept, is_draft.sum(1))
+        layout = rows.layout
+        return Verified(
+            *verify_drafts(
+                sampled,
+                rows.token_ids,
+                layout.query_start,
+                layout.query_len,
+                layout.is_decode,
+                layout.sample_start,
+                layout.samples_of_row,
+                self.num_spec_tokens,
+                self.acceptance.draw(layout.num_rows) if self.acceptance else None,
+            )
+        )
 
     def propose_mtp(
         self, rows: StepRows, hidden: torch.Tensor, sampled: torch.Tensor, num_final: torch.Tensor

@@ -7,11 +7,12 @@ late, in one copy.
 
 import torch
 
+from mambalign.kernels.slot_rows import advance_slots, gather_slots
 from mambalign.worker.batch import CopyTotals, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
 from mambalign.worker.forward_batch import NO_TOKEN, StepLayout, StepRows, lay_out
 from mambalign.worker.fused_copy_check import FusedCopyChecker
 from mambalign.worker.grammar import GrammarCompiler
-from mambalign.worker.host_copy import HostCopy, to_device
+from mambalign.worker.host_copy import HostCopy
 from mambalign.worker.input_batch import CachedRequest
 from mambalign.worker.logprobs import LogprobCopy
 from mambalign.worker.mamba_columns import table_width
@@ -85,100 +86,87 @@ class ModelRunnerV2:
         for new in scheduled.new_rows:
             batch.add(new)
         resumed = {new.request_id for new in scheduled.new_rows if new.num_computed_tokens}
-        idx_mapping = to_device([batch.slot_of[row.request_id] for row in rows], torch.int32, self.cache.device)
-        slots = idx_mapping.long()
-        batch.set_block_tables(slots, [row.mamba_blocks for row in rows])
+        slots = [batch.slot_of[row.request_id] for row in rows]
+        layout = lay_out(rows, self.cache, resumed, slots, self.align_ctx.block_table_buf.gpu.shape[2])
+        batch.set_block_tables(layout.slots, layout.mamba_table)
         moved = preprocess_mamba(
             scheduled,
             batch,
             self.cache,
             align_ctx=self.align_ctx,
-            idx_mapping=idx_mapping,
+            idx_mapping=layout.slots,
             checker=self.checker,
             checked=self.checker is not None,
         )
-        step_rows = self._step_rows(lay_out(rows, self.cache, resumed), slots)
-        requests = [batch.requests[batch.slot_of[row.request_id]] for row in rows]
+        step_rows = self._step_rows(layout)
+        requests = [batch.requests[slot] for slot in slots]
         hidden = self.step.forward(step_rows)
         of_prompts = self.step.prompt_logprobs(hidden, rows, requests)
         output = self.step.sample(step_rows, self.step.logits(step_rows, hidden), rows, requests)
         sampled = output.token_ids
         verified = self.step.verify(step_rows, sampled)
-        num_final = self._postprocess(idx_mapping, slots, step_rows, verified)
-        drafts = self._propose(step_rows, slots, hidden, sampled, verified, num_final)
-        batch.drafts[slots] = drafts
-        numbers = (verified.num_kept[:, None], verified.num_drafts[:, None], verified.token_ids, drafts)
-        return PendingStep(rows, requests, torch.cat(numbers, dim=1), output.logprobs, of_prompts, moved.mismatches)
+        self.align_ctx.run_fused_postprocess(
+            len(rows),
+            num_kept=verified.num_kept_of_decode,
+            num_computed=batch.num_computed,
+            idx_mapping=layout.slots,
+            checked=self.checker is not None,
+        )
+        drafts = self._propose(step_rows, hidden, sampled, verified)
+        numbers = advance_slots(
+            layout.slots,
+            step_rows.num_computed,
+            verified.counts,
+            verified.token_ids,
+            drafts,
+            batch.num_computed,
+            batch.next_token,
+            batch.drafts,
+            batch.num_postcopies,
+            self.align_ctx.block_tokens,
+        )
+        return PendingStep(rows, requests, numbers, output.logprobs, of_prompts, moved.mismatches)
 
     def copy_totals(self) -> CopyTotals:
         """State copies since start; reads the device."""
         batch = self.batch
         return CopyTotals(*batch.precopy_totals.tolist(), int(batch.num_postcopies))
 
-    def _step_rows(self, layout: StepLayout, slots: torch.Tensor) -> StepRows:
+    def _step_rows(self, layout: StepLayout) -> StepRows:
         """Add what only the device knows: the tokens of decode rows, and where every row stands."""
         batch = self.batch
-        of_slot = torch.cat([batch.next_token[slots, None], batch.drafts[slots]], dim=1)
-        offset = layout.offset_of_token.clamp(max=self.num_spec_tokens)
-        token_ids = torch.where(layout.token_ids < 0, of_slot[layout.row_of_token, offset], layout.token_ids)
-        return StepRows(
-            layout,
-            batch.num_computed[slots],
-            batch.running_column[slots],
-            batch.num_accepted[slots],
-            self.align_ctx.block_table_buf.gpu[slots, 0],
-            token_ids,
+        numbers, token_ids = gather_slots(
+            layout.slots,
+            layout.row_of_token,
+            layout.offset_of_token,
+            layout.token_ids,
+            batch.num_computed,
+            batch.running_column,
+            batch.num_accepted,
+            batch.next_token,
+            batch.drafts,
         )
+        return StepRows(layout, *numbers, layout.mamba_table, token_ids)
 
-    def _postprocess(
-        self, idx_mapping: torch.Tensor, slots: torch.Tensor, rows: StepRows, verified: Verified
-    ) -> torch.Tensor:
-        """Keep crossed boundaries, and advance every slot by what the step made final: int32 [R], returned."""
-        batch, is_decode = self.batch, rows.layout.is_decode
-        num_kept = verified.num_kept * is_decode
-        num_final = torch.where(is_decode != 0, num_kept, rows.layout.query_len)
-        self.align_ctx.run_fused_postprocess(
-            len(slots),
-            num_kept=num_kept,
-            num_computed=batch.num_computed,
-            idx_mapping=idx_mapping,
-            checked=self.checker is not None,
-        )
-        after = rows.num_computed + num_final
-        batch.num_computed[slots] = after
-        size = self.align_ctx.block_tokens
-        batch.num_postcopies += ((after // size > rows.num_computed // size) & (num_kept > 0)).sum()
-        return num_final
-
-    def _propose(
-        self,
-        rows: StepRows,
-        slots: torch.Tensor,
-        hidden: torch.Tensor,
-        sampled: torch.Tensor,
-        verified: Verified,
-        num_final: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write each sampled row's next token into its slot, and draft: int64 [R, S], NO_TOKEN where there is none."""
-        batch, drafting = self.batch, rows.layout.drafting
-        last = (verified.num_kept.long() - 1).clamp_(min=0)
-        next_token = verified.token_ids.gather(1, last[:, None])[:, 0]
-        batch.next_token[slots[drafting]] = next_token[drafting]
+    def _propose(self, rows: StepRows, hidden: torch.Tensor, sampled: torch.Tensor, verified: Verified) -> torch.Tensor:
+        """Draft: int64 [R, S], NO_TOKEN where there is none."""
         if self.step.mtp is not None:
-            return self.step.propose_mtp(rows, hidden, sampled, num_final)
-        drafts = torch.full((len(slots), self.num_spec_tokens), NO_TOKEN, device=slots.device)
-        if self.spec_method == "ngram" and rows.layout.num_samples:
-            drafts[drafting] = self._propose_ngrams(rows, slots[drafting], verified.token_ids)
+            return self.step.propose_mtp(rows, hidden, sampled, verified.num_final)
+        layout = rows.layout
+        drafts = torch.full((layout.num_rows, self.num_spec_tokens), NO_TOKEN, device=hidden.device)
+        if self.spec_method == "ngram" and layout.num_samples:
+            drafts[layout.drafting] = self._propose_ngrams(rows, verified)
         return drafts
 
-    def _propose_ngrams(self, rows: StepRows, slots: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    def _propose_ngrams(self, rows: StepRows, verified: Verified) -> torch.Tensor:
         """Add the step's tokens to the histories on the device, and look their endings up there.
 
         What is written behind a text's end is overwritten before the text gets there.
         """
-        batch, drafting, layout = self.batch, rows.layout.drafting, rows.layout
+        batch, layout, drafting = self.batch, rows.layout, rows.layout.drafting
+        slots = layout.slots[drafting].long()
         first = rows.num_computed + torch.where(layout.is_decode != 0, 1, layout.query_len)
         places = torch.arange(self.num_spec_tokens + 1, device=slots.device)
-        batch.history[slots[:, None], first[drafting, None] + places] = token_ids[drafting]
-        lengths = batch.num_computed[slots] + 1  # the last sampled token is not computed yet
+        batch.history[slots[:, None], first[drafting, None] + places] = verified.token_ids[drafting]
+        lengths = (rows.num_computed + verified.num_final)[drafting] + 1  # the last sampled token is not computed yet
         return propose_ngrams(batch.history[slots], lengths, self.num_spec_tokens)

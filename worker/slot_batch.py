@@ -6,6 +6,7 @@ results are known. Slots are int32 unless said otherwise; a slot's numbers are r
 
 import torch
 
+from mambalign.kernels.scatter_rows import scatter_rows
 from mambalign.worker.batch import NewRow
 from mambalign.worker.forward_batch import NO_TOKEN
 from mambalign.worker.host_copy import to_device
@@ -53,8 +54,6 @@ class SlotBatch:
         self.requests[slot] = None
         self._free.append(slot)
 
-    def set_block_tables(self, slots: torch.Tensor, tables: list[dict[int, int]]) -> None:
-        """Write the columns that each row holds into its slot's block table (group 0)."""
-        table = self.align_ctx.block_table_buf.gpu
-        rows = [[blocks.get(column, 0) for column in range(table.shape[2])] for blocks in tables]
-        table[slots, 0] = to_device(rows, torch.int32, table.device)
+    def set_block_tables(self, slots: torch.Tensor, tables: torch.Tensor) -> None:
+        """Write the columns that each row holds, int32 [R, columns], into its slot's block table (group 0)."""
+        scatter_rows(tables, self.align_ctx.block_table_buf.gpu[:, 0], slots)

@@ -7,6 +7,7 @@ import torch
 
 from mambalign.worker.batch import ScheduledRow, SchedulerOutput
 from mambalign.worker.forward_batch import NO_TOKEN, StepRows
+from mambalign.worker.model_step import Verified
 from mambalign.worker.runner_v1 import ModelRunnerV1
 from mambalign.worker.runner_v2 import ModelRunnerV2
 
@@ -34,9 +35,9 @@ def script_drafts(runner: ModelRunnerV1 | ModelRunnerV2, drafts_of: DraftsOf) ->
         propose(rows, hidden, sampled, num_final, *rest)
         return drafts(rows, num_final)
 
-    def propose_v2(rows: StepRows, slots: Any, hidden: Any, sampled: Any, verified: Any, num_final: torch.Tensor):
-        proposed = torch.full_like(propose(rows, slots, hidden, sampled, verified, num_final), NO_TOKEN)
-        for i, tokens in enumerate(drafts(rows, num_final)):
+    def propose_v2(rows: StepRows, hidden: Any, sampled: Any, verified: Verified) -> torch.Tensor:
+        proposed = torch.full_like(propose(rows, hidden, sampled, verified), NO_TOKEN)
+        for i, tokens in enumerate(drafts(rows, verified.num_final)):
             proposed[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
         return proposed
 

@@ -6,6 +6,7 @@ cannot be compiled.
 
 import json
 import re
+from functools import partial
 
 import torch
 import triton
@@ -19,11 +20,14 @@ from mambalign.kernels import (
     expert_routing,
     grouped_linear,
     head_norm,
+    padded_rows,
     rms_norm,
     rotary,
     sampling,
     sigmoid_mul,
     silu_mul,
+    slot_rows,
+    verify_drafts,
 )
 from mambalign.kernels.linear_triton import (
     GROUP_M,
@@ -134,11 +138,16 @@ def compile_sampling(which: str):
         types = {"p_logits": "*fp32", "p_value": "*fp32", "p_index": "*i32"}
         constants = {"WORD": 4, "SPLIT": sampling.SPLIT, "BLOCK": sampling.BLOCK}
         return compile_kernel(sampling.argmax_split_kernel, types, constants)
-    if which == "merge":
-        types = {"p_value": "*fp32", "p_index": "*i32", "p_out": "*i64"}
-        return compile_kernel(sampling.argmax_merge_kernel, types, {"BLOCK": 32}, num_warps=1)
-    types = {"p_target": "*i64", "p_draft": "*i64", "p_query_len": "*i32", "p_kept": "*i32"}
-    return compile_kernel(sampling.accept_drafts_kernel, types, {"NUM_DRAFTS": 3, "BLOCK": 4}, num_warps=1)
+    types = {"p_value": "*fp32", "p_index": "*i32", "p_out": "*i64"}
+    return compile_kernel(sampling.argmax_merge_kernel, types, {"BLOCK": 32}, num_warps=1)
+
+
+def compile_integers(kernel, wide: str, **constants):
+    """A kernel of integers only; `wide` names the pointers to int64, separated by blanks."""
+    pointers = [name for name in kernel.arg_names if name.startswith("p_")]
+    types = {name: "*i64" if name in wide.split() else "*i32" for name in pointers}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return compile_kernel(kernel, types, constants, num_warps=1)
 
 
 def compile_draw():
@@ -236,7 +245,17 @@ def main() -> None:
     cases |= {"gated": (compile_gated, 1024, bf16), "gated small": (compile_gated, 256, fp32)}
     cases |= {"then gate": (compile_then_gate, 128, bf16), "head norm": (compile_head_norm, 16, 256, bf16)}
     cases |= {"sigmoid_mul": (compile_sigmoid_mul,)}
-    cases |= {which: (compile_sampling, which) for which in ("argmax", "merge", "accept")}
+    cases |= {which: (compile_sampling, which) for which in ("argmax", "merge")}
+    of_integers = partial(compile_integers, NUM_DRAFTS=3, WIDTH=4, BLOCK_W=4)
+    few, many = partial(of_integers, BLOCK=4), partial(of_integers, BLOCK=slot_rows.BLOCK)
+    verify, wide = verify_drafts.verify_drafts_kernel, "p_sampled p_token p_target"
+    cases |= {f"verify {wanted}": (partial(few, HAS_WANTED=wanted), verify, wide) for wanted in (False, True)}
+    wide = "p_row p_offset p_token p_next_token p_drafts p_token_out"
+    cases |= {"gather slots": (many, slot_rows.gather_slots_kernel, wide)}
+    wide = "p_token p_draft p_next_token p_drafts p_num_crossed p_results"
+    cases |= {"advance slots": (few, slot_rows.advance_slots_kernel, wide)}
+    cases |= {"pad rows": (many, padded_rows.pad_rows_kernel, "p_token p_token_out p_place")}
+    cases |= {"pad sampled": (few, padded_rows.pad_sampled_kernel, "p_sampled p_sampled_out")}
     cases |= {"draw": (compile_draw,)}
     cases |= {f"activation {relu2}": (compile_activation, relu2) for relu2 in (False, True)}
     cases |= {"rotary": (compile_rotary, 32, 8, 128, 64, bf16), "rotary half": (compile_rotary, 6, 2, 33, 8, fp32)}

@@ -22,6 +22,7 @@ KERNEL_MODULES = (
     "head_norm",
     "linear_triton",
     "mamba_state_copy",
+    "padded_rows",
     "postprocess_mamba",
     "precopy_mamba_align",
     "preprocess_mamba_align",
@@ -31,7 +32,9 @@ KERNEL_MODULES = (
     "scatter_rows",
     "sigmoid_mul",
     "silu_mul",
+    "slot_rows",
     "step_addresses",
+    "verify_drafts",
 )
 
 IMPORTED_TOO_EARLY = "triton" in sys.modules and os.environ.get(INTERPRET) != "1"

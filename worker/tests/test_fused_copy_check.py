@@ -12,6 +12,7 @@ from mambalign.kernels.precopy_mamba_align import precopy_mamba_align_fused
 from mambalign.kernels.preprocess_mamba_align import preprocess_mamba_align_fused
 from mambalign.worker import mamba_utils
 from mambalign.worker.batch import NewRow, ScheduledRow, SchedulerOutput
+from mambalign.worker.forward_batch import mamba_tables
 from mambalign.worker.fused_copy_check import FusedCopyChecker, check_fused_copy_info
 from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import PrecopyInfo, precopy
@@ -92,7 +93,7 @@ class Step:
         for i, (row, slot) in enumerate(zip(self.rows, slots, strict=True)):
             batch.running_column[slot], batch.num_accepted[slot] = 0, row.num_accepted
             batch.num_computed[slot] = row.num_computed_tokens
-            batch.set_block_tables(torch.tensor([slot]), [self.blocks(i)])
+            batch.set_block_tables(torch.tensor([slot]), torch.from_numpy(mamba_tables([self.blocks(i)], self.width)))
         return batch
 
     def run(self) -> CopyCounts:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mambalign.worker.batch import NewRow, ScheduledRow, SchedulerOutput
+from mambalign.worker.forward_batch import mamba_tables
 from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import PrecopyInfo, next_column, table_width
 from mambalign.worker.mamba_utils import (
@@ -209,7 +210,7 @@ def slot_batch(
     slots = torch.tensor([2, 0][: len(n)])
     batch.running_column[slots], batch.num_accepted[slots] = torch.tensor(columns_and_accepted, dtype=torch.int32).T
     batch.num_computed[slots] = torch.tensor(n, dtype=torch.int32)
-    batch.set_block_tables(slots, tables)
+    batch.set_block_tables(slots, torch.from_numpy(mamba_tables(tables, 8)))
     return batch, slots.int()
 
 
