@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.activation import softplus
-from mambalign.kernels.mamba2_chunk_shape import CHUNK, NUM_WARPS
+from mambalign.kernels.chunk_shape import MAMBA2_CHUNK as CHUNK
+from mambalign.kernels.chunk_shape import MAMBA2_NUM_WARPS as NUM_WARPS
 from mambalign.kernels.mamba2_scan import time_steps
 from mambalign.kernels.rows import MambaRows
 
@@ -107,9 +108,9 @@ def mamba2_chunk_scan_varlen_reference(
             state = temporal_state[block].float()
         for first in range(start, start + length, CHUNK):
             stop = min(first + CHUNK, start + length)
-            dt = _by_head(softplus(dt_raw[first:stop] + dt_bias).clamp(min=dt_min)[:, :, None])  # [heads, CHUNK, 1]
-            b_x = _by_head(x[first:stop])
-            b_B, b_C = (_by_head(t[first:stop]).repeat_interleave(group_heads, 0) for t in (B, C))
+            dt = by_head(softplus(dt_raw[first:stop] + dt_bias).clamp(min=dt_min)[:, :, None], CHUNK)  # [heads, CHUNK, 1]
+            b_x = by_head(x[first:stop], CHUNK)
+            b_B, b_C = (by_head(t[first:stop], CHUNK).repeat_interleave(group_heads, 0) for t in (B, C))
             log_decay = (dt * A[:, None, None]).cumsum(1)
             last = log_decay[:, -1:]
             gap = (log_decay - log_decay.transpose(1, 2)).masked_fill(~is_past, -torch.inf)
@@ -123,9 +124,9 @@ def mamba2_chunk_scan_varlen_reference(
     return y
 
 
-def _by_head(tokens: torch.Tensor) -> torch.Tensor:
-    """[up to CHUNK tokens, heads, width] as [heads, CHUNK, width] in fp32, with zeros for the missing tokens."""
-    return F.pad(tokens.float(), (0, 0, 0, 0, 0, CHUNK - len(tokens))).transpose(0, 1).contiguous()
+def by_head(tokens: torch.Tensor, chunk: int) -> torch.Tensor:
+    """[up to `chunk` tokens, heads, width] as [heads, chunk, width] in fp32, with zeros for the missing tokens."""
+    return F.pad(tokens.float(), (0, 0, 0, 0, 0, chunk - len(tokens))).transpose(0, 1).contiguous()
 
 
 def mamba2_chunk_scan_varlen_triton(

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mambalign.kernels import causal_conv1d, mamba2_chunk_scan, mamba2_scan
+from mambalign.kernels import causal_conv1d, gated_delta_chunk_solve, mamba2_chunk_scan, mamba2_scan
 from mambalign.kernels.rows import MambaRows
 from mambalign.kernels.tolerances import tolerance
 
@@ -66,6 +66,7 @@ EVERYWHERE = pytest.mark.parametrize("path", ["reference", "cpu"])
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = pytest.mark.usefixtures("device")  # without a GPU
 LAYOUTS = pytest.mark.parametrize("layout", ["SD", "DS"])
+IMPORTED = (mamba2_scan, gated_delta_chunk_solve)  # by other modules for their device functions or kernels, in order
 
 
 @cache
@@ -77,8 +78,8 @@ def with_kernels(module: ModuleType) -> ModuleType:
     copy = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        if module is not mamba2_scan:
-            patch.setitem(sys.modules, mamba2_scan.__name__, with_kernels(mamba2_scan))
+        for imported in IMPORTED[: IMPORTED.index(module) if module in IMPORTED else None]:
+            patch.setitem(sys.modules, imported.__name__, with_kernels(imported))
         spec.loader.exec_module(copy)
     return copy
 
