@@ -13,7 +13,8 @@ the state before the chunk, keys and queries over their lengths, queries over sq
 The numbers of the recurrence, rounded elsewhere, so the two never mix: a prompt's tokens go through here whenever they
 are run, and a row starts at a multiple of DELTA_CHUNK tokens of its text, so that chunks are the same ones however a
 prompt is cut. A short last chunk gives its tokens the bits that a full one would. Decays are exponentials of
-differences that are never positive. X is made in fp32; other products take operands in the dtype of v and add in fp32.
+differences that are never positive; l is added up in fp64, as one token that forgets all would else take the last bits
+of its neighbours' decays. X is made in fp32; other products take operands in the dtype of v and add in fp32.
 A 16-bit state is rounded to its dtype after every chunk, in the loop as in memory, so that a cut there changes nothing.
 """
 
@@ -113,24 +114,23 @@ def gated_delta_chunk_scan_varlen_reference(
             state = temporal_state[block].float()
         for first in range(start, start + length, DELTA_CHUNK):
             stop = min(first + DELTA_CHUNK, start + length)
-            b_q, b_k = (
-                by_head(unit(t[first:stop].float()), DELTA_CHUNK).repeat_interleave(per_key_head, 0) for t in (q, k)
-            )
-            b_v = by_head(v[first:stop], DELTA_CHUNK)
-            beta = by_head(torch.sigmoid(b_raw[first:stop].float())[:, :, None], DELTA_CHUNK)  # [heads, CHUNK, 1]
-            steps = by_head((softplus(a_raw[first:stop] + dt_bias) * A)[:, :, None], DELTA_CHUNK)
-            log_decay = steps.cumsum(1)
-            last = log_decay[:, -1:]
-            gap = (log_decay - log_decay.transpose(1, 2)).masked_fill(~is_past, -torch.inf).exp()
+            in_row = torch.arange(DELTA_CHUNK, device=v.device)[:, None] < stop - first
+            b_q, b_k, b_v = (by_head(t[first:stop], DELTA_CHUNK) for t in (q, k, v))  # first, for shapes always alike
+            b_q, b_k = (unit(t).repeat_interleave(per_key_head, 0) for t in (b_q, b_k))
+            b_a, b_b = (by_head(t[first:stop, :, None], DELTA_CHUNK) for t in (a_raw, b_raw))  # [heads, CHUNK, 1]
+            beta = torch.sigmoid(b_b) * in_row
+            log_decay = (softplus(b_a + dt_bias[:, None, None]) * A[:, None, None] * in_row).double().cumsum(1)
+            from_start, to_end = log_decay.float().exp(), (log_decay[:, -1:] - log_decay).float().exp()
+            gap = (log_decay - log_decay.transpose(1, 2)).float().masked_fill(~is_past, -torch.inf).exp()
             lower = (beta * gap * (b_k @ b_k.transpose(1, 2))).tril(-1) + identity
-            right = beta * torch.cat([log_decay.exp() * b_k, b_v], 2)
+            right = beta * torch.cat([from_start * b_k, b_v], 2)
             solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
             w, u = solved.split([k_dim, v_dim], 2)
             added = u - w @ state.transpose(1, 2)
-            b_o = log_decay.exp() * (b_q @ state.transpose(1, 2)) + (gap * (b_q @ b_k.transpose(1, 2))) @ added
+            b_o = from_start * (b_q @ state.transpose(1, 2)) + (gap * (b_q @ b_k.transpose(1, 2))) @ added
             o[first:stop] = (b_o * k_dim**-0.5).transpose(0, 1)[: stop - first]
-            left = b_k * (last - log_decay).exp()
-            state = (last.exp() * state + added.transpose(1, 2) @ left).to(temporal_state.dtype).float()
+            state = from_start[:, -1:] * state + added.transpose(1, 2) @ (to_end * b_k)
+            state = state.to(temporal_state.dtype).float()
             if kept_blocks[stop - 1] >= 0:
                 temporal_state[kept_blocks[stop - 1]] = state.to(temporal_state.dtype)
     return o

@@ -31,11 +31,11 @@ def _upper_half(b_x):
 
 
 @triton.jit
-def _product(b_x, b_y):
-    """x y near the accuracy of fp32: both in two halves of their mantissas, without the product of the lower ones."""
+def _add_product(b_sum, b_x, b_y):
+    """sum + x y near the accuracy of fp32: both in two halves of their mantissas, without the lower halves' product."""
     x_upper, y_upper = _upper_half(b_x), _upper_half(b_y)
-    b_sum = tl.dot(b_x - x_upper, y_upper, input_precision="tf32")
     b_sum = tl.dot(x_upper, b_y - y_upper, b_sum, input_precision="tf32")
+    b_sum = tl.dot(b_x - x_upper, y_upper, b_sum, input_precision="tf32")
     return tl.dot(x_upper, y_upper, b_sum, input_precision="tf32")
 
 
@@ -44,7 +44,8 @@ def _join_pairs(b_a, b_x, WIDTH: tl.constexpr, SIZE: tl.constexpr):
     """From the inverses of blocks of WIDTH those of twice the size: [[x, 0], [-y a x, y]]."""
     o_block = tl.arange(0, SIZE) // WIDTH
     is_below = (o_block[:, None] % 2 == 1) & (o_block[None, :] == o_block[:, None] - 1)
-    return b_x - _product(b_x, _product(tl.where(is_below, b_a, 0.0), b_x))
+    b_below = _add_product(tl.zeros([SIZE, SIZE], tl.float32), tl.where(is_below, -b_a, 0.0), b_x)
+    return _add_product(b_x, b_x, b_below)
 
 
 @triton.jit
@@ -92,9 +93,9 @@ def gated_delta_chunk_solve_kernel(
         mask_k, mask_v = in_row[:, None] & (o_k < K_DIM)[None, :], in_row[:, None] & (o_v < V_DIM)[None, :]
         start = tl.load(p_query_start + i_row).to(tl.int64) + first
         of_head = start * HEADS + i_head
-        at_k, to_k = start * Q_STRIDE + i_key * K_DIM, o_t[:, None] * Q_STRIDE + o_k[None, :]
-        b_k = tl.load(p_k + at_k + to_k, mask=mask_k, other=0.0)
-        b_q = tl.load(p_q + at_k + to_k, mask=mask_k, other=0.0)
+        at_k, from_k = start * Q_STRIDE + i_key * K_DIM, o_t[:, None] * Q_STRIDE + o_k[None, :]
+        b_k = tl.load(p_k + at_k + from_k, mask=mask_k, other=0.0)
+        b_q = tl.load(p_q + at_k + from_k, mask=mask_k, other=0.0)
         at_gate, to_gate = start * A_STRIDE + i_head, o_t * A_STRIDE
         b_raw = tl.load(p_a_raw + at_gate + to_gate, mask=in_row, other=0.0).to(tl.float32)
         b_step = time_steps(b_raw + tl.load(p_dt_bias + i_head), 0.0) * tl.load(p_A + i_head)
@@ -105,17 +106,16 @@ def gated_delta_chunk_solve_kernel(
         f_k, f_q = b_k.to(tl.float32), b_q.to(tl.float32)
         b_k_scale = 1.0 / tl.sqrt(tl.sum(f_k * f_k, 1) + EPS)
         b_q_scale = 1.0 / tl.sqrt(tl.sum(f_q * f_q, 1) + EPS) * (1.0 / tl.sqrt(K_DIM * 1.0))
-        b_l = tl.cumsum(b_step, 0)
-        b_decay, last = tl.exp(b_l), tl.sum(tl.where(o_t == CHUNK - 1, b_l, 0.0), 0)
+        b_l = tl.cumsum(b_step.to(tl.float64), 0)
+        b_decay, last = tl.exp(b_l.to(tl.float32)), tl.sum(tl.where(o_t == CHUNK - 1, b_l, 0.0), 0)
+        b_to_end = tl.exp((last - b_l).to(tl.float32)) * b_k_scale
         p_out = p_scale + 2 * of_head + o_t * (2 * HEADS)
         tl.store(p_out, b_decay, mask=in_row)
         tl.store(p_out + 1, b_decay * b_q_scale, mask=in_row)
-        b_left = f_k * (tl.exp(last - b_l) * b_k_scale)[:, None]
-        to_k = o_t[:, None] * (HEADS * K_DIM) + o_k[None, :]
-        tl.store(p_left + of_head * K_DIM + to_k, b_left.to(b_k.dtype), mask=mask_k)
 
         is_past = o_t[:, None] >= o_t[None, :]
-        b_gap = tl.exp(tl.where(is_past, b_l[:, None] - b_l[None, :], float("-inf"))) * b_k_scale[None, :]
+        b_gap = tl.where(is_past, (b_l[:, None] - b_l[None, :]).to(tl.float32), float("-inf"))
+        b_gap = tl.exp(b_gap) * b_k_scale[None, :]
         b_mix = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (b_gap * b_q_scale[:, None])
         p_out = p_mix + of_head * CHUNK + (o_t[:, None] * (HEADS * CHUNK) + o_t[None, :])
         tl.store(p_out, b_mix.to(b_k.dtype), mask=in_row[:, None])
@@ -129,5 +129,9 @@ def gated_delta_chunk_solve_kernel(
         to_v = o_t[:, None] * (HEADS * V_DIM) + o_v[None, :]
         tl.store(p_u + of_head * V_DIM + to_v, b_u.to(b_k.dtype), mask=mask_v)
         b_x *= (b_decay * b_k_scale)[None, :]
+        b_k = tl.load(p_k + at_k + from_k, mask=mask_k, other=0.0)  # again: registers are short in between
+        to_k = o_t[:, None] * (HEADS * K_DIM) + o_k[None, :]
         b_w = tl.dot(b_x.to(b_k.dtype), b_k, input_precision="ieee")
         tl.store(p_w + of_head * K_DIM + to_k, b_w.to(b_k.dtype), mask=mask_k)
+        b_left = (b_k.to(tl.float32) * b_to_end[:, None]).to(b_k.dtype)
+        tl.store(p_left + of_head * K_DIM + to_k, b_left, mask=mask_k)

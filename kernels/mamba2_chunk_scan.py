@@ -108,7 +108,8 @@ def mamba2_chunk_scan_varlen_reference(
             state = temporal_state[block].float()
         for first in range(start, start + length, CHUNK):
             stop = min(first + CHUNK, start + length)
-            dt = by_head(softplus(dt_raw[first:stop] + dt_bias).clamp(min=dt_min)[:, :, None], CHUNK)  # [heads, CHUNK, 1]
+            dt = softplus(dt_raw[first:stop] + dt_bias).clamp(min=dt_min)
+            dt = by_head(dt[:, :, None], CHUNK)  # [heads, CHUNK, 1]
             b_x = by_head(x[first:stop], CHUNK)
             b_B, b_C = (by_head(t[first:stop], CHUNK).repeat_interleave(group_heads, 0) for t in (B, C))
             log_decay = (dt * A[:, None, None]).cumsum(1)

@@ -10,6 +10,8 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import ModuleType
@@ -82,6 +84,17 @@ def with_kernels(module: ModuleType) -> ModuleType:
             patch.setitem(sys.modules, imported.__name__, with_kernels(imported))
         spec.loader.exec_module(copy)
     return copy
+
+
+@contextmanager
+def threads(num_threads: int) -> Iterator[None]:
+    """torch with so many threads on a CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Layer:
@@ -450,9 +463,12 @@ def check_chunks(layer: Layer, chunk: int, num_tokens: int) -> None:
     assert torch.equal(layer.temporal_state[4], layer.temporal_state[1])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_chunks(shape: Shape) -> None:
-    check_chunks(Layer(shape, "cpu", by_chunks=True), mamba2_chunk_scan.CHUNK, 2 * mamba2_chunk_scan.CHUNK + 5)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_chunks(num_threads: int) -> None:
+    chunk = mamba2_chunk_scan.CHUNK
+    with threads(num_threads):
+        for shape in SHAPES:
+            check_chunks(Layer(shape, "cpu", by_chunks=True), chunk, 2 * chunk + 5)
 
 
 # The interpreter multiplies matrices of bfloat16 as integers.
