@@ -16,7 +16,8 @@ from mambalign.kernels.tests.test_gated_delta_rule import SHAPES, Row, Shape, ra
 from mambalign.kernels.tolerances import tolerance
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies bfloat16 as integers
-TRITON_SHAPES = SHAPES if DEVICE == "cuda" else [Shape(1, 2, 10, 12), Shape(2, 2, 20, 40)]
+SMALL_SHAPES = [Shape(1, 2, 10, 12), Shape(2, 2, 20, 40)]  # the second in two tiles
+TRITON_SHAPES = [*SHAPES, Shape(2, 4, 128, 128)] if DEVICE == "cuda" else SMALL_SHAPES
 TEXTS = ("random", "repeated", "nearly repeated", "alternating", "forgetting")
 
 

@@ -59,7 +59,7 @@ class HybridModel:
     blocks: list[Block]
     final_norm: RMSNorm
     mtp: MtpHead | None = None
-    chunk_tokens: int  # of a prompt, that its recurrent layers can run together
+    chunk_tokens: int  # of a prompt, that `--prefill-scan chunked` runs through a recurrent layer together
 
     def __init__(self, config: HybridConfig, weights: Weights):
         self.config, self.dtype = config, weights.dtype
