@@ -168,11 +168,12 @@ def gated_delta_chunk_scan_varlen_triton(
         ROWS_AT_A_TIME, NORM_EPS, num_warps=DELTA_NUM_WARPS,
     )  # fmt: skip
     block_v = min(block_v, DELTA_BLOCK_V)
+    num_stages = DELTA_NUM_STAGES if v.element_size() == 2 and block_k <= 128 else 1  # what fits
     gated_delta_chunk_scan_kernel[num_heads * triton.cdiv(v_dim, block_v), num_rows](
         q, w, u, left, mix, scale, temporal_state, o,
         rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,
         q.stride(0), num_heads, key_heads, v_dim, k_dim, DELTA_CHUNK, block_v, block_k,
-        num_warps=DELTA_NUM_WARPS, num_stages=DELTA_NUM_STAGES if v.element_size() == 2 else 1,
+        num_warps=DELTA_NUM_WARPS, num_stages=num_stages,
     )  # fmt: skip
     return o
 
