@@ -12,6 +12,7 @@ import torch
 from mambalign.engine.capacity import states_for_one
 from mambalign.engine.checkpoint import locate
 from mambalign.engine.config import flag
+from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.nemotron_h import NemotronH
 from mambalign.worker.models.registry import load_model
 from mambalign.worker.state_cache import bytes_per_kv_block, bytes_per_state
@@ -73,8 +74,8 @@ class Cell:
         longest = -(-(prompt + reply + steps_ahead * self.spec_tokens + max(1, self.spec_tokens)) // size)
         return Pools(name, 2 * states_for_one_request + 2, max(longest, 2 * admitted + 1), prompt + reply)
 
-    def options(self, pools: Pools) -> dict[str, Any]:
-        """As `LLM` takes them."""
+    def options(self, pools: Pools, model: HybridModel | None = None) -> dict[str, Any]:
+        """As `LLM` takes them, but for the name of the model; None: that ships."""
         return {
             "dtype": "float32",
             "device": "cpu",
@@ -89,7 +90,7 @@ class Cell:
             "max_num_seqs": self.max_num_seqs,
             "max_model_len": pools.max_model_len,
             **pool_memory(
-                default_model(),
+                model or default_model(),
                 self.spec_tokens,
                 self.spec_method,
                 self.kv_block_tokens,
@@ -121,7 +122,7 @@ class Cell:
 
 
 def pool_memory(
-    model: NemotronH,
+    model: HybridModel,
     spec_tokens: int,
     spec_method: str,
     kv_block_tokens: int,

@@ -15,6 +15,7 @@ from mambalign.engine.block_pool import BlockPool
 from mambalign.engine.client import RequestFactory
 from mambalign.engine.core import EngineCore
 from mambalign.engine.messages import EngineOutput, EngineStats
+from mambalign.worker.models.hybrid import HybridModel
 
 
 def pool_tensors(core: EngineCore) -> list[tuple[BlockPool, list[torch.Tensor]]]:
@@ -62,10 +63,13 @@ class _Run:
 
 
 class LocalClient:
-    """Owns an `LLM`. Runners on a CPU have run a step when `step` returns, so that poison hits nothing in flight."""
+    """Owns an `LLM`. Runners on a CPU have run a step when `step` returns, so that poison hits nothing in flight.
 
-    def __init__(self, **options: Any):
-        with mock.patch("mambalign.engine.core.load_model", return_value=default_model()):  # half a second each
+    loaded: the weights of the option `model`; None: of the model that ships.
+    """
+
+    def __init__(self, loaded: HybridModel | None = None, **options: Any):
+        with mock.patch("mambalign.engine.core.load_model", return_value=loaded or default_model()):  # half a second
             self.llm = LLM(**options)
         self.core: EngineCore = self.llm.core
         self.poison = Poison(self.core)

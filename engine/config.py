@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args
 
-from mambalign.kernels.mamba2_chunk_shape import CHUNK
+from mambalign.kernels.chunk_shape import DELTA_CHUNK, MAMBA2_CHUNK
 
 MAX_SPEC_TOKENS = 8
 DEFAULT_MODEL_SPEC_TOKENS = 3
@@ -122,9 +122,9 @@ class RunnerConfig:
     )
     prefill_scan: str = option(
         "recurrent",
-        f"Mamba-2 layers over a prompt; recurrent: a token at a time, as in a reply; chunked: {CHUNK} at a time, "
-        "faster on CUDA for long prompts, with other bits: the prefix cache then keeps prompts and no replies, so the "
-        "next turn of a chat hits up to the last prompt",
+        f"recurrent layers over a prompt; recurrent: a token at a time, as in a reply; chunked: {MAMBA2_CHUNK} at a "
+        f"time in Mamba-2, {DELTA_CHUNK} in the gated delta rule, faster on CUDA for long prompts, with other bits: "
+        "the prefix cache then keeps prompts and no replies, so the next turn of a chat hits up to the last prompt",
         choices=("recurrent", "chunked"),
     )
     enforce_eager: bool = option(False, "launch each kernel of a decode step by itself, without CUDA graphs (CUDA)")
@@ -291,17 +291,6 @@ def validate(config: EngineConfig) -> None:
             f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}: must be at least "
             f"{spec_tokens + 1}: one token and --spec-tokens {spec_tokens} drafts"
         )
-    if config.runner.prefill_scan == "chunked":
-        if cache.mamba_cache_mode == "align" and cache.mamba_block_size % CHUNK:
-            raise ConfigError(
-                f"--mamba-block-size {cache.mamba_block_size}: must be a multiple of {CHUNK} with "
-                "--prefill-scan chunked: states are known at the ends of chunks"
-            )
-        if config.scheduler.max_num_batched_tokens < CHUNK:
-            raise ConfigError(
-                f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}: must be at least {CHUNK} with "
-                "--prefill-scan chunked: a chunk runs in one step"
-            )
     acceptance = config.spec.spec_acceptance
     if acceptance is not None and acceptance > spec_tokens + 1:
         raise ConfigError(f"--spec-acceptance {acceptance}: at most {spec_tokens + 1} with --spec-tokens {spec_tokens}")
@@ -321,6 +310,21 @@ def check_checkpoint(config: EngineConfig, facts: CheckpointFacts) -> None:
         raise ConfigError(f"--max-model-len {config.model.max_model_len}: at most {limit} for {facts.name}")
     if config.spec.spec_method == "mtp" and config.spec.spec_tokens != 0 and not facts.num_mtp_layers:
         raise ConfigError(f"--spec-method mtp: {facts.name} has no MTP head; use --spec-method ngram")
+
+
+def check_chunks(config: EngineConfig, chunk_tokens: int) -> None:
+    """Refuse options under which prompts cannot run by chunks of so many tokens. Raises ConfigError."""
+    block_tokens, budget = config.cache.mamba_block_size, config.scheduler.max_num_batched_tokens
+    if config.cache.mamba_cache_mode == "align" and block_tokens % chunk_tokens:
+        raise ConfigError(
+            f"--mamba-block-size {block_tokens}: must be a multiple of {chunk_tokens} with --prefill-scan chunked for "
+            "this model: states are known at the ends of chunks"
+        )
+    if budget < chunk_tokens:
+        raise ConfigError(
+            f"--max-num-batched-tokens {budget}: must be at least {chunk_tokens} with --prefill-scan chunked for this "
+            "model: a chunk runs in one step"
+        )
 
 
 def resolve(config: EngineConfig, facts: CheckpointFacts, *, cuda_available: bool) -> EngineConfig:

@@ -12,12 +12,11 @@ import torch
 
 from mambalign.engine.capacity import describe, plan_pools
 from mambalign.engine.checkpoint import DEFAULT_MODEL, load_tokenizer, locate, read_facts
-from mambalign.engine.config import CheckpointFacts, ConfigError, EngineConfig, resolve
+from mambalign.engine.config import CheckpointFacts, ConfigError, EngineConfig, check_chunks, resolve
 from mambalign.engine.detokenizer import Detokenizer
 from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
 from mambalign.engine.request import Request
 from mambalign.engine.scheduler import Scheduler, SchedulerLimits
-from mambalign.kernels.mamba2_chunk_shape import CHUNK
 from mambalign.worker.batch import RunnerOutput, SchedulerOutput
 from mambalign.worker.grammar import GrammarCompiler
 from mambalign.worker.mamba_columns import cdiv
@@ -109,10 +108,10 @@ class EngineCore:
                 family, parsed = family_of(path)
             except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
                 raise CheckpointError(f"config.json: {type(error).__name__}: {error}") from error
-        if self._chunk_tokens is not None and not family.scans_by_chunk:
-            raise ConfigError(
-                f"--prefill-scan chunked: only for Mamba-2 layers; {self.facts.name} has those of a gated delta rule"
-            )
+        self._chunk_tokens: int | None = None  # of a prompt, that are scanned together; None: one at a time
+        if self.config.runner.prefill_scan == "chunked":
+            self._chunk_tokens = family.chunk_tokens
+            check_chunks(self.config, family.chunk_tokens)
         self._attention_specs = parsed.attention_specs(dtype, with_drafter=drafts_by_mtp)
         self._state_specs = parsed.state_specs(dtype, state_dtype, with_drafter=drafts_by_mtp)
         self._conv_width = parsed.conv_width
@@ -218,11 +217,6 @@ class EngineCore:
     def _schedules_ahead(self) -> bool:
         """V2's steps are launched one ahead of the results."""
         return self.config.runner.runner == "v2"
-
-    @property
-    def _chunk_tokens(self) -> int | None:
-        """Tokens of a prompt that are scanned together; None for one at a time."""
-        return CHUNK if self.config.runner.prefill_scan == "chunked" else None
 
     def _mamba_block_tokens(self) -> int:
         """Mode none keeps no boundary: one block spans the longest text, so no step ever crosses one."""

@@ -53,7 +53,7 @@ def gated_delta_rule_varlen_reference(
         if length > 0 and block >= 0:
             state = temporal_state[block].float()
         for token in range(start, start + length):
-            b_q, b_k = (_unit(t[token].float()).repeat_interleave(per_key_head, 0) for t in (q, k))
+            b_q, b_k = (unit(t[token].float()).repeat_interleave(per_key_head, 0) for t in (q, k))
             decay = torch.exp(softplus(a_raw[token] + dt_bias) * A)[:, None]
             beta = torch.sigmoid(b_raw[token].float())[:, None]
             delta = (v[token].float() - decay * (state * b_k[:, None]).sum(-1)) * beta
@@ -65,7 +65,8 @@ def gated_delta_rule_varlen_reference(
     return o
 
 
-def _unit(x: torch.Tensor) -> torch.Tensor:
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """Vectors [.., width] over their lengths."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
 
 

@@ -14,6 +14,7 @@ changes nothing.
 """
 
 from math import log
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +22,24 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.activation import softplus
+from mambalign.kernels.chunk_shape import MAMBA2_CHUNK as CHUNK
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
-from mambalign.kernels.mamba2_chunk_shape import CHUNK, TILES, ChunkTiles
 from mambalign.kernels.mamba2_scan import time_steps
 from mambalign.kernels.rows import ROW_POINTERS, MambaRows
 
 LOG2_E = tl.constexpr(1 / log(2))  # a power of 2 takes fewer instructions than one of e
+
+
+class ChunkTiles(NamedTuple):
+    """How the kernel divides its work. All but `chunk` leave the bits as they are."""
+
+    chunk: int  # tokens; CHUNK but in a benchmark
+    parts: int  # programs that share a head, if it has the 16 rows of the state for each that a product needs
+    num_warps: int
+    num_stages: int  # chunks whose inputs are on their way or in use
+
+
+TILES = ChunkTiles(CHUNK, parts=1, num_warps=4, num_stages=3)  # of those in `scripts/bench_kernels.py --chunk-tiles`
 
 
 @triton.jit
@@ -131,9 +144,10 @@ def mamba2_chunk_scan_varlen_reference(
             state = temporal_state[block].float()
         for first in range(start, start + length, CHUNK):
             stop = min(first + CHUNK, start + length)
-            dt = _by_head(softplus(dt_raw[first:stop] + dt_bias).clamp(min=dt_min)[:, :, None])  # [heads, CHUNK, 1]
-            b_x = _by_head(x[first:stop])
-            b_B, b_C = (_by_head(t[first:stop]).repeat_interleave(group_heads, 0) for t in (B, C))
+            dt = softplus(dt_raw[first:stop] + dt_bias).clamp(min=dt_min)
+            dt = by_head(dt[:, :, None], CHUNK)  # [heads, CHUNK, 1]
+            b_x = by_head(x[first:stop], CHUNK)
+            b_B, b_C = (by_head(t[first:stop], CHUNK).repeat_interleave(group_heads, 0) for t in (B, C))
             log_decay = (dt * A[:, None, None]).cumsum(1)
             last = log_decay[:, -1:]
             gap = (log_decay - log_decay.transpose(1, 2)).masked_fill(~is_past, -torch.inf)
@@ -147,9 +161,9 @@ def mamba2_chunk_scan_varlen_reference(
     return y
 
 
-def _by_head(tokens: torch.Tensor) -> torch.Tensor:
-    """[up to CHUNK tokens, heads, width] as [heads, CHUNK, width] in fp32, with zeros for the missing tokens."""
-    return F.pad(tokens.float(), (0, 0, 0, 0, 0, CHUNK - len(tokens))).transpose(0, 1).contiguous()
+def by_head(tokens: torch.Tensor, chunk: int) -> torch.Tensor:
+    """[up to `chunk` tokens, heads, width] as [heads, chunk, width] in fp32, with zeros for the missing tokens."""
+    return F.pad(tokens.float(), (0, 0, 0, 0, 0, chunk - len(tokens))).transpose(0, 1).contiguous()
 
 
 def mamba2_chunk_scan_varlen_triton(

@@ -1,5 +1,6 @@
 """Where the rows of a step lie, as tensors on the model's device: what the kernels of recurrent states read."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,7 +37,7 @@ class MambaRows:
 
 @dataclass(frozen=True)
 class ScanRows:
-    """A step's rows by how the Mamba-2 scan runs them. In each part the rows of the other one are inert."""
+    """A step's rows by how recurrent layers run them. In each part the rows of the other one are inert."""
 
     by_token: MambaRows | None  # None: no row
     by_chunk: MambaRows | None
@@ -50,3 +51,8 @@ class ScanRows:
             return cls(None, rows)
         by_chunk = rows.query_len * is_by_chunk
         return cls(replace(rows, query_len=rows.query_len - by_chunk), replace(rows, query_len=by_chunk))
+
+    def run(self, by_token: Callable[..., torch.Tensor], by_chunk: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Outputs [T, ..] of both parts: `by_token(rows)` makes them, `by_chunk(rows, outputs)` adds to them."""
+        outputs = None if self.by_token is None else by_token(self.by_token)
+        return outputs if self.by_chunk is None else by_chunk(self.by_chunk, outputs)

@@ -27,8 +27,7 @@ from mambalign.kernels import linear_triton
 from mambalign.kernels.activation import relu2
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.linear_triton import Tiles, linear_on_gpu, segments_of, tiles_for
-from mambalign.kernels.mamba2_chunk_scan import mamba2_chunk_scan_varlen_triton
-from mambalign.kernels.mamba2_chunk_shape import TILES, ChunkTiles
+from mambalign.kernels.mamba2_chunk_scan import TILES, ChunkTiles, mamba2_chunk_scan_varlen_triton
 from mambalign.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_gated
 from mambalign.kernels.rows import MambaRows
 from mambalign.kernels.sampling import argmax_rows
@@ -49,6 +48,7 @@ ROWS = (1, 4, 32, 128, 256, 512, 8192)
 HEAD_ROWS = 512  # most rows of which logits are taken
 HEADS, HEAD_DIM, D_STATE, GROUPS, CONV_DIM, CONV_WIDTH, DRAFTS = 128, 64, 128, 8, 10240, 4, 3
 QUERY_HEADS, KV_HEADS, ATTENTION_DIM, KV_BLOCK = 32, 8, 128, 16
+DELTA_HEADS, DELTA_KEY_HEADS, DELTA_DIM = 32, 16, 128  # of a 9B Qwen3.5: values, keys, and the width of either
 CALLS = 20  # of a graph
 LONG_CALLS = 3  # of a graph, of what takes long and leaves much
 COLD_BYTES = 256 << 20  # more than the L2 cache holds
@@ -210,6 +210,29 @@ def bench_chunks(bench: Bench, tried: Sequence[ChunkTiles] = ()) -> None:
                 print(f"  {tiles}: OTHER BITS than the first tiles of this chunk")
 
 
+def bench_delta(bench: Bench) -> None:
+    """The gated delta rule of one layer of a 9B Qwen3.5: prompts token by token and by chunks, and a decode step."""
+    rules = {
+        "delta rule": find("gated_delta_rule", "gated_delta_rule_varlen"),
+        "delta rule by chunks": find("gated_delta_chunk_scan", "gated_delta_chunk_scan_varlen"),
+    }
+    key_width, width = DELTA_KEY_HEADS * DELTA_DIM, DELTA_HEADS * DELTA_DIM
+    A, dt_bias = -torch.rand(DELTA_HEADS, device=DEVICE), torch.rand(DELTA_HEADS, device=DEVICE)
+    for num_rows, q in ((1, 8192), (8, 1024), (32, DRAFTS + 1)):
+        rows, tokens = mamba_rows(num_rows, q, keep_all=q == DRAFTS + 1), num_rows * q
+        num_states, kept = (num_rows * (q + 1), q) if rows.all_decode else (num_rows, 1)
+        state = torch.zeros(num_states, DELTA_HEADS, DELTA_DIM, DELTA_DIM, device=DEVICE)
+        qkv, gates = half(tokens, 2 * key_width + width), half(tokens, 2 * DELTA_HEADS)
+        heads = [part.unflatten(1, (-1, DELTA_DIM)) for part in qkv.split([key_width, key_width, width], dim=1)]
+        arguments = (*heads, *gates.split(DELTA_HEADS, dim=1), A, dt_bias, state, rows)
+        limit = bench.limit_us(num_rows * (1 + kept) * 4 * state[0].numel() + 2 * qkv.numel() + 4 * tokens * width)
+        for name, run in rules.items():
+            if run and not (rows.all_decode and "chunks" in name):
+                num_calls = CALLS if rows.all_decode or "chunks" in name else 2
+                calls = [partial(run, *arguments)] * num_calls
+                bench.report(f"{name} {num_rows} rows of {q}", tokens, calls, limit)
+
+
 def bench_attention(bench: Bench) -> None:
     """One attention layer: a full batch of drafts over contexts, one request, and a prompt."""
     attend = find("attention", "paged_attention_varlen")
@@ -313,6 +336,7 @@ def main() -> None:
         "rows": lambda: bench_row_kernels(bench, options.rows),
         "mamba": lambda: bench_mamba(bench),
         "chunks": lambda: bench_chunks(bench),
+        "delta": lambda: bench_delta(bench),
         "attention": lambda: bench_attention(bench),
     }
     parser.add_argument("--only", choices=parts, nargs="*", help="some of the parts")

@@ -28,9 +28,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
-BIG = "scripts/bench_models/nemotron-h-8b-like"
+NEMOTRON, QWEN = "scripts/bench_models/nemotron-h-8b-like", "scripts/bench_models/qwen3_5-9b-like"
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header")
-SERVE = ("scripts/bench_serving.py", BIG, "--load-format", "dummy", "--spec-tokens", "3", "--spec-acceptance", "2.4")
+DRAFTS = ("--load-format", "dummy", "--spec-tokens", "3", "--spec-acceptance", "2.4")
+SERVE = ("scripts/bench_serving.py", NEMOTRON, *DRAFTS)
+BY_CHUNKS = ("--concurrency", "8", "--figures", "prefill,ttft,memory", "--engine", "prefill_scan=chunked")
 BATCHES = ("--concurrency", "1", "8", "32", "64")
 FAMILIES = "worker/tests/test_families_on_gpu.py"
 KILL_SECONDS = 10.0  # that a part has to leave once told to
@@ -67,15 +69,13 @@ PARTS = (
     Part("bits-default", 540, ("scripts/same_bits.py", "--models", "default")),
     Part("bits-1b", 540, ("scripts/same_bits.py", "--models", "1b")),
     Part("bits-chunked", 540, ("scripts/same_bits.py", "--models", "1b", "--prefill-scan", "chunked")),
+    Part("bits-chunked-qwen", 540, ("scripts/same_bits.py", "--models", "qwen-1b", "--prefill-scan", "chunked")),
     Part("kernels", 180, ("scripts/bench_kernels.py",), ()),
     Part("precopy", 90, ("scripts/bench_precopy.py", "--quick"), ("msgspec",)),
     Part("decode", 420, (*SERVE, *BATCHES, "--figures", "decode,memory")),
     Part("latency", 240, (*SERVE, "--concurrency", "8", "--figures", "prefill,ttft,memory")),
-    Part(
-        "chunked",
-        240,
-        (*SERVE, "--concurrency", "8", "--figures", "prefill,ttft,memory", "--engine", "prefill_scan=chunked"),
-    ),
+    Part("chunked", 240, (*SERVE, *BY_CHUNKS)),
+    Part("chunked-qwen", 240, ("scripts/bench_serving.py", QWEN, *DRAFTS, *BY_CHUNKS)),
     Part("plain", 300, (*SERVE, *BATCHES, "--figures", "decode,prefill,ttft,memory", "--only-plain")),
     Part("start", 420, (*SERVE, *BATCHES, "--figures", "start")),
     Part("trace", 240, (*SERVE, "--concurrency", "32", "--figures", "trace,memory")),

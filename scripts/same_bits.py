@@ -38,7 +38,12 @@ BLOCK_TOKENS = 128  # B
 MOST_ENGINES = 16  # of a cover
 COMPANY = (1, 8, 33)
 ON_CUDA = torch.cuda.is_available()
-DUMMY_1B = Path(__file__).parent / "bench_models" / "nemotron-h-1b-like"
+BENCH_MODELS = Path(__file__).parent / "bench_models"
+MODELS = {
+    "default": None,
+    "1b": str(BENCH_MODELS / "nemotron-h-1b-like"),
+    "qwen-1b": str(BENCH_MODELS / "qwen3_5-1b-like"),
+}
 
 
 @dataclass(frozen=True)
@@ -258,7 +263,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--models",
         nargs="+",
-        help="checkpoint folders; default: the model that ships; 1b: random weights (on a GPU, both)",
+        help="checkpoint folders; default: the model that ships; 1b, qwen-1b: random weights (on a GPU: default, 1b)",
     )
     parser.add_argument("--full", action="store_true", help="every engine, not a pairwise cover")
     parser.add_argument("--shard", default="1/1", metavar="i/n", help="the i-th of n parts of the engines")
@@ -284,7 +289,7 @@ def main() -> None:
     load_model, results = mambalign.engine.core.load_model, {}
     for name in args.models:
         mambalign.engine.core.load_model = functools.cache(load_model)  # all engines over the same weights
-        model = {"default": None, "1b": str(DUMMY_1B)}.get(name, name)
+        model = MODELS.get(name, name)
         has_weights = any(locate(model).glob("*.safetensors"))
         print(f"model {name}", flush=True)
         load_format = "auto" if has_weights else "dummy"

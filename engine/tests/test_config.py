@@ -13,6 +13,7 @@ from mambalign.engine.config import (
     ConfigError,
     EngineConfig,
     ServerConfig,
+    check_chunks,
     check_values,
     parse_bytes,
     resolve,
@@ -60,8 +61,6 @@ def test_parse_bytes_refuses(text: str) -> None:
         ({"mamba_block_size": 100}, "--mamba-block-size 100.*multiple of --kv-block-size.*16"),
         ({"mamba_block_size": 7, "kv_block_size": 1, "spec_tokens": 7}, "at least 8, not 7"),
         ({"max_num_batched_tokens": 3, "spec_tokens": 3}, "--max-num-batched-tokens 3.*at least 4"),
-        ({"mamba_block_size": 48, "prefill_scan": "chunked"}, "--mamba-block-size 48.*multiple of 32"),
-        ({"max_num_batched_tokens": 31, "prefill_scan": "chunked"}, "--max-num-batched-tokens 31.*at least 32"),
         ({"mamba_cache_fraction": 1.0}, "--mamba-cache-fraction 1.0.*between 0 and 1"),
         ({"mamba_cache_fraction": 0}, "--mamba-cache-fraction 0.*between 0 and 1"),
         ({"cache_memory": "lots"}, "'lots' is not a number of bytes"),
@@ -80,6 +79,18 @@ def test_refused_before_any_checkpoint_is_read(options: dict, words: str) -> Non
 
 def test_block_of_exactly_one_step_is_served() -> None:
     EngineConfig.from_options(mamba_block_size=8, kv_block_size=8, spec_tokens=7, max_num_batched_tokens=8)
+
+
+@pytest.mark.parametrize("chunk_tokens", [32, 64])
+def test_chunks_of_a_prompt_fit_a_step_and_a_block(chunk_tokens: int) -> None:
+    fitting = {"mamba_block_size": chunk_tokens, "max_num_batched_tokens": chunk_tokens, "kv_block_size": 8}
+    check_chunks(EngineConfig.from_options(**fitting), chunk_tokens)
+    without_cache = {"mamba_cache_mode": "none", "mamba_block_size": 8}
+    check_chunks(EngineConfig.from_options(**fitting | without_cache), chunk_tokens)
+    for wrong in ({"mamba_block_size": chunk_tokens + 8}, {"max_num_batched_tokens": chunk_tokens - 1}):
+        (name, value), words = next(iter(wrong.items())), "multiple of" if "mamba_block_size" in wrong else "at least"
+        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} {value}.*{words} {chunk_tokens}"):
+            check_chunks(EngineConfig.from_options(**fitting | wrong), chunk_tokens)
 
 
 def test_server_options_are_checked_too() -> None:

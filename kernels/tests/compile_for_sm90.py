@@ -1,11 +1,14 @@
-"""Compiles the kernels of products, experts, norms, gates, positions and sampling for an H100 or H200; prints JSON.
+"""Compiles the kernels of products, experts, norms, gates, positions and sampling, and of the gated delta rule by
+chunks, for an H100 or H200; prints JSON.
 
-Sizes of an 8B Nemotron-H in bf16 and of the small fp32 model. A process of its own: a kernel that the interpreter runs
-cannot be compiled.
+Sizes of an 8B Nemotron-H in bf16 and of the small fp32 model; of a 9B Qwen3.5 and of a small model for the gated delta
+rule. A process of its own: a kernel that the interpreter runs cannot be compiled. Arguments: how the names of the cases
+begin that are wanted.
 """
 
 import json
 import re
+import sys
 from functools import partial
 
 import torch
@@ -15,9 +18,12 @@ from triton.compiler import ASTSource
 
 from mambalign.kernels import (
     activation,
+    chunk_shape,
     combine_experts,
     draw_tokens,
     expert_routing,
+    gated_delta_chunk_scan,
+    gated_delta_chunk_solve,
     grouped_linear,
     head_norm,
     padded_rows,
@@ -228,6 +234,26 @@ def compile_combine(width: int, top_k: int, shared: bool, gate: bool):
     return compile_kernel(combine_experts.combine_experts_kernel, types, constants)
 
 
+def compile_delta(kernel, key_heads: int, num_heads: int, k_dim: int, v_dim: int, dtype, state_dtype=torch.float32):
+    solves, name = kernel is gated_delta_chunk_solve.gated_delta_chunk_solve_kernel, f"*{NAMES[dtype]}"
+    types = dict.fromkeys(("p_q", "p_k", "p_v", "p_a_raw", "p_b_raw", "p_w", "p_u", "p_left", "p_mix"), name)
+    types |= dict.fromkeys(("p_A", "p_dt_bias", "p_scale", "p_o"), "*fp32") | {"num_rows": "i32"}
+    types |= dict.fromkeys(("p_query_start", "p_query_len", "p_temporal_block", "p_state_block"), "*i32")
+    types |= {"p_temporal_state": f"*{NAMES[state_dtype]}"}
+    width, power = 2 * key_heads * k_dim + num_heads * v_dim, triton.next_power_of_2
+    constants = {"Q_STRIDE": width, "V_STRIDE": width, "A_STRIDE": width + num_heads * (v_dim + 2)}
+    constants |= {"HEADS": num_heads, "KEY_HEADS": key_heads, "K_DIM": k_dim, "V_DIM": v_dim}
+    constants |= {"CHUNK": chunk_shape.DELTA_CHUNK, "BLOCK_K": max(16, power(k_dim)), "BLOCK_V": max(16, power(v_dim))}
+    if solves:
+        constants |= {"BLOCK_R": gated_delta_chunk_scan.ROWS_AT_A_TIME, "EPS": gated_delta_chunk_scan.NORM_EPS}
+    else:
+        constants["BLOCK_V"] = min(constants["BLOCK_V"], chunk_shape.DELTA_BLOCK_V)
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+    num_stages = chunk_shape.DELTA_NUM_STAGES if not solves and dtype == torch.bfloat16 else 1
+    return compile_kernel(kernel, types, constants, num_warps=chunk_shape.DELTA_NUM_WARPS, num_stages=num_stages)
+
+
 def main() -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
     cases = {f"linear {m} in_proj": (compile_linear, m, 4096, 18560, bf16) for m in (1, 32, 64, 128, 512, 8192)}
@@ -279,8 +305,19 @@ def main() -> None:
             f"experts {pairs} gated": (compile_grouped, pairs, 256, 2048, 512, bf16, True, True),
             f"experts {pairs} small": (compile_grouped, pairs, 8, 256, 96, fp32, True),
         }
+    solve = gated_delta_chunk_solve.gated_delta_chunk_solve_kernel
+    scan = gated_delta_chunk_scan.gated_delta_chunk_scan_kernel
+    cases |= {
+        "delta solve": (compile_delta, solve, 16, 32, 128, 128, bf16),
+        "delta scan": (compile_delta, scan, 16, 32, 128, 128, bf16),
+        "delta scan of 16 bit": (compile_delta, scan, 16, 32, 128, 128, bf16, bf16),
+        "delta small solve": (compile_delta, solve, 3, 6, 10, 12, fp32),
+        "delta small scan": (compile_delta, scan, 3, 6, 10, 12, fp32),
+    }
     kernels, failed = {}, {}
     for name, (function, *arguments) in cases.items():
+        if not name.startswith(tuple(sys.argv[1:]) or ""):
+            continue
         try:
             compiled = function(*arguments)
         except Exception as error:  # any: the report names it

@@ -10,6 +10,8 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import ModuleType
@@ -18,8 +20,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mambalign.kernels import causal_conv1d, mamba2_chunk_scan, mamba2_scan
-from mambalign.kernels.mamba2_chunk_shape import CHUNK, TILES
+from mambalign.kernels import causal_conv1d, gated_delta_chunk_solve, mamba2_chunk_scan, mamba2_scan
+from mambalign.kernels.mamba2_chunk_scan import CHUNK, TILES
 from mambalign.kernels.rows import MambaRows
 from mambalign.kernels.tolerances import tolerance
 
@@ -67,6 +69,7 @@ EVERYWHERE = pytest.mark.parametrize("path", ["reference", "cpu"])
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = pytest.mark.usefixtures("device")  # without a GPU
 LAYOUTS = pytest.mark.parametrize("layout", ["SD", "DS"])
+IMPORTED = (mamba2_scan, gated_delta_chunk_solve)  # by other modules for their device functions or kernels, in order
 
 
 @cache
@@ -78,10 +81,21 @@ def with_kernels(module: ModuleType) -> ModuleType:
     copy = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        if module is not mamba2_scan:
-            patch.setitem(sys.modules, mamba2_scan.__name__, with_kernels(mamba2_scan))
+        for imported in IMPORTED[: IMPORTED.index(module) if module in IMPORTED else None]:
+            patch.setitem(sys.modules, imported.__name__, with_kernels(imported))
         spec.loader.exec_module(copy)
     return copy
+
+
+@contextmanager
+def threads(num_threads: int) -> Iterator[None]:
+    """torch with so many threads on a CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Layer:
@@ -452,9 +466,11 @@ def check_chunks(layer: Layer, chunk: int, num_tokens: int) -> None:
     assert torch.equal(layer.temporal_state[4], layer.temporal_state[1])
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_chunks(shape: Shape) -> None:
-    check_chunks(Layer(shape, "cpu", by_chunks=True), CHUNK, 2 * CHUNK + 5)
+def test_chunks(shape: Shape, num_threads: int) -> None:
+    with threads(num_threads):
+        check_chunks(Layer(shape, "cpu", by_chunks=True), CHUNK, 2 * CHUNK + 5)
 
 
 # The interpreter multiplies matrices of bfloat16 as integers.

@@ -1,8 +1,11 @@
 """The mixer of Qwen3-Next and Qwen3.5: a conv over queries, keys and values, the gated delta rule, a gated norm."""
 
+from functools import partial
+
 import torch
 
 from mambalign.kernels.causal_conv1d import causal_conv1d_varlen
+from mambalign.kernels.gated_delta_chunk_scan import gated_delta_chunk_scan_varlen
 from mambalign.kernels.gated_delta_rule import compile_for, gated_delta_rule_varlen
 from mambalign.kernels.rms_norm import rms_norm_then_gate
 from mambalign.worker.models.layers import ForwardContext, Linear
@@ -40,7 +43,7 @@ class GatedDeltaNet:
         conv_state = cache.conv[self.state_index]
         qkv = causal_conv1d_varlen(qkv, conv_state, self.conv_weight, None, context.mamba, cache.conv_layout)
         q, k, v = qkv.split(self.qkv_widths, dim=1)
-        o = gated_delta_rule_varlen(
+        ruled = (
             q.unflatten(1, (self.key_heads, -1)),
             k.unflatten(1, (self.key_heads, -1)),
             v.unflatten(1, (self.num_heads, -1)),
@@ -49,6 +52,6 @@ class GatedDeltaNet:
             self.A,
             self.dt_bias,
             cache.temporal[self.state_index],
-            context.mamba,
         )
+        o = context.scan.run(partial(gated_delta_rule_varlen, *ruled), partial(gated_delta_chunk_scan_varlen, *ruled))
         return self.out_proj(rms_norm_then_gate(o, gate, self.norm_weight, self.eps))

@@ -59,7 +59,7 @@ class HybridModel:
     blocks: list[Block]
     final_norm: RMSNorm
     mtp: MtpHead | None = None
-    scans_by_chunk = False  # its recurrent layers are all Mamba-2, which can run a prompt by chunks
+    chunk_tokens: int  # of a prompt, that `--prefill-scan chunked` runs through a recurrent layer together
 
     def __init__(self, config: HybridConfig, weights: Weights):
         self.config, self.dtype = config, weights.dtype

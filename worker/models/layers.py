@@ -6,6 +6,7 @@ of a `ForwardContext`. Linear weights are K-major (see `kernels/linear.py`); nor
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -172,11 +173,7 @@ class Mamba2Mixer:
             self.dt_min,
             cache.temporal[self.state_index],
         )
-        by_token, by_chunk, y = context.scan.by_token, context.scan.by_chunk, None
-        if by_token is not None:
-            y = mamba2_scan_varlen(*scanned, by_token)
-        if by_chunk is not None:
-            y = mamba2_chunk_scan_varlen(*scanned, by_chunk, y)
+        y = context.scan.run(partial(mamba2_scan_varlen, *scanned), partial(mamba2_chunk_scan_varlen, *scanned))
         return self.out_proj(self.gated(y.view(num_tokens, -1), gate))
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from mambalign.kernels.chunk_shape import MAMBA2_CHUNK
 from mambalign.worker.models.gated_mlp import GatedMLP
 from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.layers import ForwardContext, RMSNorm
@@ -167,7 +168,7 @@ class Mamba2Decoder(HybridModel):
     A subclass names its norms, and builds mixers and MLPs in `mixer` and `mlp`.
     """
 
-    scans_by_chunk = True
+    chunk_tokens = MAMBA2_CHUNK
     norm_names: tuple[str, str]  # of a layer: before the mixer, before the MLP
     final_norm_name: str
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mambalign.kernels.activation import ACTIVATIONS
+from mambalign.kernels.chunk_shape import MAMBA2_CHUNK
 from mambalign.kernels.expert_routing import Routing
 from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.layers import MLP, Attention, ForwardContext, Linear, Mamba2Mixer, RMSNorm
@@ -185,7 +186,7 @@ class NemotronH(HybridModel):
     """The family's model: every layer is one mixer behind one norm."""
 
     Config = NemotronHConfig
-    scans_by_chunk = True
+    chunk_tokens = MAMBA2_CHUNK
     embedding_name = "backbone.embeddings.weight"
 
     def __init__(self, config: NemotronHConfig, weights: Weights):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mambalign.kernels.chunk_shape import DELTA_CHUNK
 from mambalign.kernels.expert_routing import Routing
 from mambalign.worker.models.gated_attention import GatedAttention
 from mambalign.worker.models.gated_delta_net import GatedDeltaNet
@@ -155,6 +156,7 @@ class Qwen3Next(HybridModel):
     """The family's model. Subclasses publish other projections, or their weights under another prefix."""
 
     Config = Qwen3NextConfig
+    chunk_tokens = DELTA_CHUNK
     prefix = "model"
 
     def __init__(self, config: Qwen3NextConfig, weights: Weights):

@@ -45,10 +45,15 @@ def describe(kernel: JITFunction, binary: Any) -> str:
 def run_many_shapes() -> dict[str, int]:
     from mambalign.engine import LLM, SamplingParams
 
-    for runner, layout, eager in (("v1", "DS", True), ("v2", "SD", False)):
+    for runner, layout, eager, prefill_scan, block_tokens in (
+        ("v1", "DS", True, "recurrent", 16),
+        ("v2", "SD", False, "recurrent", 16),
+        ("v2", "SD", False, "chunked", 64),
+    ):
         with LLM(
             device="cuda", runner=runner, mamba_conv_layout=layout, enforce_eager=eager, cache_memory=256 << 20,
-            max_model_len=1024, mamba_block_size=16, max_num_seqs=17, max_num_batched_tokens=256,
+            max_model_len=1024, mamba_block_size=block_tokens, max_num_seqs=17, max_num_batched_tokens=256,
+            prefill_scan=prefill_scan,
         ) as llm:  # fmt: skip
             for num_prompts in (1, 2, 16, 17):
                 prompts = [list(range(1 + i, 2 + 17 * i)) for i in range(num_prompts)]

@@ -68,6 +68,7 @@ CHECKPOINTS = {
     "qwen3_5": qwen("multimodal"),
     "qwen3_5_moe": qwen("moe"),
 }
+BY_CHUNKS_TOO = ("nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5")  # each scan, by itself and with other layers
 ALSO_IN_FP32 = ("falcon_h1", "nemotron_h experts", "qwen3_next")  # each kind of layer once
 
 
@@ -111,8 +112,13 @@ def test_bits_depend_on_the_text_alone(model: HybridModel) -> None:
 
 
 @needs_gpu
-def test_served_alike_with_and_without_graphs_drafts_and_cache(folder: Path) -> None:
-    shared = list(range(10, 50))
+@pytest.mark.parametrize(("prefill_scan", "block_tokens"), [("recurrent", 16), ("chunked", 64)])
+def test_served_alike_with_and_without_graphs_drafts_and_cache(
+    name: str, folder: Path, prefill_scan: str, block_tokens: int
+) -> None:
+    if prefill_scan == "chunked" and name not in BY_CHUNKS_TOO:
+        pytest.skip("runs the same kernels as another one")
+    shared = [10 + i % 40 for i in range(5 * block_tokens // 2)]
     prompts = [shared + list(range(3, 3 + length)) for length in (1, 9, 30)] + [[5, 6, 7]]
     params = SamplingParams(max_tokens=40, temperature=0.0, logprobs=2, ignore_eos=True)
     settings = [
@@ -123,8 +129,8 @@ def test_served_alike_with_and_without_graphs_drafts_and_cache(folder: Path) -> 
     answers = []
     for options in settings:
         llm = LLM(
-            str(folder), device=DEVICE, dtype="bfloat16", mamba_block_size=16, max_num_batched_tokens=64,
-            cache_memory=64 << 20, **{"max_num_seqs": 4, **options},
+            str(folder), device=DEVICE, dtype="bfloat16", mamba_block_size=block_tokens, prefill_scan=prefill_scan,
+            max_num_batched_tokens=block_tokens + 48, cache_memory=64 << 20, **{"max_num_seqs": 4, **options},
         )  # fmt: skip
         for _ in range(2):  # cold and warm
             results = llm.generate(prompts, params)
