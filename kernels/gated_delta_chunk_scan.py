@@ -24,20 +24,21 @@ import triton.language as tl
 
 from mambalign.kernels.activation import softplus
 from mambalign.kernels.chunk_shape import DELTA_BLOCK_V, DELTA_CHUNK, DELTA_NUM_STAGES, DELTA_NUM_WARPS
+from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.gated_delta_chunk_solve import gated_delta_chunk_solve_kernel
 from mambalign.kernels.gated_delta_rule import NORM_EPS, unit
 from mambalign.kernels.mamba2_chunk_scan import by_head
-from mambalign.kernels.rows import MambaRows
+from mambalign.kernels.rows import ROW_POINTERS, MambaRows
 
 ROWS_AT_A_TIME = 64  # among which a program of the first launch looks for its chunk
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_POINTERS)
 def gated_delta_chunk_scan_kernel(
     p_q, p_w, p_u, p_left, p_mix, p_scale, p_temporal_state, p_o,
     p_query_start, p_query_len, p_temporal_block, p_state_block,
     Q_STRIDE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """D, o and h of the formulas above, chunk after chunk, from what `gated_delta_chunk_solve_kernel` left.
 
@@ -45,6 +46,7 @@ def gated_delta_chunk_scan_kernel(
     transpose [BLOCK_K, BLOCK_V], in registers, in fp32. Reads inputs and temporal_block; writes o, and the state in the
     state_block of a chunk's last token. Products add in fp32 over a fixed K, whose entries past a token are zeros.
     """
+    wait_for_inputs(PDL)
     TILES: tl.constexpr = (V_DIM + BLOCK_V - 1) // BLOCK_V
     STATE_SIZE: tl.constexpr = HEADS * V_DIM * K_DIM
     STATE_DTYPE: tl.constexpr = p_temporal_state.dtype.element_ty
@@ -156,7 +158,7 @@ def gated_delta_chunk_scan_varlen_triton(
     num_rows = len(rows.query_start)
     if num_tokens == 0 or num_rows == 0:
         return o
-    w, left = torch.empty(2, num_tokens, num_heads, k_dim, dtype=v.dtype, device=v.device)
+    w, left = (torch.empty(num_tokens, num_heads, k_dim, dtype=v.dtype, device=v.device) for _ in range(2))
     u = torch.empty(num_tokens, num_heads, v_dim, dtype=v.dtype, device=v.device)
     mix = torch.empty(num_tokens, num_heads, DELTA_CHUNK, dtype=v.dtype, device=v.device)
     scale = torch.empty(num_tokens, num_heads, 2, dtype=torch.float32, device=v.device)
@@ -165,7 +167,7 @@ def gated_delta_chunk_scan_varlen_triton(
     gated_delta_chunk_solve_kernel[num_heads, most_chunks](
         q, k, v, a_raw, b_raw, A, dt_bias, rows.query_start, rows.query_len, num_rows, w, u, left, mix, scale,
         q.stride(0), v.stride(0), a_raw.stride(0), num_heads, key_heads, v_dim, k_dim, DELTA_CHUNK, block_v, block_k,
-        ROWS_AT_A_TIME, NORM_EPS, num_warps=DELTA_NUM_WARPS,
+        ROWS_AT_A_TIME, NORM_EPS, num_warps=DELTA_NUM_WARPS, **pdl(v.device),
     )  # fmt: skip
     block_v = min(block_v, DELTA_BLOCK_V)
     num_stages = DELTA_NUM_STAGES if v.element_size() == 2 and block_k <= 128 else 1  # what fits
@@ -173,7 +175,7 @@ def gated_delta_chunk_scan_varlen_triton(
         q, w, u, left, mix, scale, temporal_state, o,
         rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,
         q.stride(0), num_heads, key_heads, v_dim, k_dim, DELTA_CHUNK, block_v, block_k,
-        num_warps=DELTA_NUM_WARPS, num_stages=num_stages,
+        num_warps=DELTA_NUM_WARPS, num_stages=num_stages, **pdl(v.device),
     )  # fmt: skip
     return o
 

@@ -6,7 +6,9 @@ Formulas, names and rounding: `kernels/gated_delta_chunk_scan.py`.
 import triton
 import triton.language as tl
 
+from mambalign.kernels.dependent_launch import wait_for_inputs
 from mambalign.kernels.mamba2_scan import time_steps
+from mambalign.kernels.rows import ROW_POINTERS
 
 
 @triton.jit
@@ -69,13 +71,13 @@ def inverse_of_unit_lower(b_a, SIZE: tl.constexpr):
     return _join_pairs(b_a, _join_pairs(b_a, b_x, BLOCK, SIZE), 2 * BLOCK, SIZE)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_POINTERS)
 def gated_delta_chunk_solve_kernel(
     p_q, p_k, p_v, p_a_raw, p_b_raw, p_A, p_dt_bias, p_query_start, p_query_len, num_rows,
     p_w, p_u, p_left, p_mix, p_scale,
     Q_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, A_STRIDE: tl.constexpr, HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """W, U, the keys that a chunk leaves, the mix of its values, and per token (decay, scale of h q).
 
@@ -83,6 +85,7 @@ def gated_delta_chunk_solve_kernel(
     tokens, in the dtype of k but for the scales. Keys and queries stay as they are in products, which are scaled in
     fp32 by what makes them unit vectors. One binary, so one order of addition.
     """
+    wait_for_inputs(PDL)
     i_head = tl.program_id(0)
     i_key = i_head // (HEADS // KEY_HEADS)
     i_row, place = find_chunk(p_query_len, num_rows, tl.program_id(1), CHUNK, BLOCK_R)
