@@ -33,6 +33,14 @@ from mambalign.kernels.rows import ROW_POINTERS, MambaRows
 ROWS_AT_A_TIME = 64  # among which a program of the first launch looks for its chunk
 
 
+@triton.jit
+def chunk_scales(p_scale, num_tokens, o_t, HEADS: tl.constexpr, CHUNK: tl.constexpr):
+    """Of a head's chunk that begins at p_scale: the scales of its h q [CHUNK], and the decay over its tokens."""
+    last = tl.minimum(num_tokens, CHUNK) - 1
+    b_scale = tl.load(p_scale + 1 + o_t * (2 * HEADS), mask=o_t < num_tokens, other=0.0)
+    return b_scale, tl.load(p_scale + last * (2 * HEADS), mask=last >= 0, other=0.0)
+
+
 @triton.jit(do_not_specialize_on_alignment=ROW_POINTERS)
 def gated_delta_chunk_scan_kernel(
     p_q, p_w, p_u, p_left, p_mix, p_scale, p_temporal_state, p_o,
@@ -63,18 +71,20 @@ def gated_delta_chunk_scan_kernel(
         b_h = tl.load(p_h, mask=mask_h & (o_k < tl.where(block >= 0, K_DIM, 0))[:, None], other=0.0).to(tl.float32)
         to_k, to_v = o_t[:, None] * (HEADS * K_DIM) + o_k[None, :], o_t[:, None] * (HEADS * V_DIM) + o_v[None, :]
         to_q, to_t = o_t[:, None] * Q_STRIDE + o_k[None, :], o_t[:, None] * (HEADS * CHUNK) + o_t[None, :]
+        p_scale += 2 * (start * HEADS + i_head)
+        b_scale, decay = chunk_scales(p_scale, num_tokens, o_t, HEADS, CHUNK)
         for first in range(0, num_tokens, CHUNK):
-            in_row, token = o_t < num_tokens - first, start + first
-            last, of_head = tl.minimum(first + CHUNK, num_tokens) - 1, token * HEADS + i_head
+            in_row, token, then = o_t < num_tokens - first, start + first, first + CHUNK
+            of_head = token * HEADS + i_head
+            p_scale += 2 * HEADS * CHUNK
+            b_next_scale, next_decay = chunk_scales(p_scale, num_tokens - then, o_t, HEADS, CHUNK)
             mask_k, mask_v = in_row[:, None] & (o_k < K_DIM)[None, :], in_row[:, None] & (o_v < V_DIM)[None, :]
             b_w = tl.load(p_w + of_head * K_DIM + to_k, mask=mask_k, other=0.0)
             b_left = tl.load(p_left + of_head * K_DIM + to_k, mask=mask_k, other=0.0)
             b_q = tl.load(p_q + token * Q_STRIDE + i_key * K_DIM + to_q, mask=mask_k, other=0.0)
             b_u = tl.load(p_u + of_head * V_DIM + to_v, mask=mask_v, other=0.0)
             b_mix = tl.load(p_mix + of_head * CHUNK + to_t, mask=in_row[:, None], other=0.0)
-            b_scale = tl.load(p_scale + 2 * of_head + 1 + o_t * (2 * HEADS), mask=in_row, other=0.0)
-            decay = tl.load(p_scale + 2 * ((start + last) * HEADS + i_head))
-            kept = tl.load(p_state_block + start + last)
+            kept = tl.load(p_state_block + start + tl.minimum(then, num_tokens) - 1)
 
             b_before = b_h.to(DTYPE)
             b_d = b_u.to(tl.float32) - tl.dot(b_w, b_before, input_precision="ieee")
@@ -85,6 +95,7 @@ def gated_delta_chunk_scan_kernel(
             b_h = b_h.to(STATE_DTYPE).to(tl.float32)
             if kept >= 0:
                 tl.store(p_head + kept.to(tl.int64) * STATE_SIZE, b_h.to(STATE_DTYPE), mask=mask_h)
+            b_scale, decay = b_next_scale, next_decay
 
 
 def gated_delta_chunk_scan_varlen_reference(
