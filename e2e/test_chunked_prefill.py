@@ -14,7 +14,8 @@ import torch
 from cells import Cell, default_model, default_path
 from local_client import LocalClient
 
-from mambalign.engine import SamplingParams
+from mambalign.engine import LLM, SamplingParams
+from mambalign.engine.config import ConfigError
 from mambalign.engine.llm import RequestOutput
 from mambalign.engine.reference import Generation, ReferenceEngine
 from mambalign.kernels.chunk_shape import DELTA_CHUNK, MAMBA2_CHUNK
@@ -138,3 +139,9 @@ def test_the_switch_changes_bits_and_no_text(name: str, find_subject: Callable[[
         engine.generate(prompt, params(8)) for engine in (subject.reference, ReferenceEngine(subject.model))
     )
     assert by_chunk.token_ids == by_token.token_ids and by_chunk.logprobs != by_token.logprobs
+
+
+def test_a_block_that_holds_no_whole_chunks_is_refused(find_subject: Callable[[str], Subject]) -> None:
+    """The chunk is the family's: a block that another family takes is too small for this one."""
+    with pytest.raises(ConfigError, match=f"--mamba-block-size {MAMBA2_CHUNK}.*multiple of {DELTA_CHUNK}"):
+        LLM(str(find_subject("qwen3_5").path), device="cpu", mamba_block_size=MAMBA2_CHUNK, prefill_scan="chunked")
