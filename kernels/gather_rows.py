@@ -10,7 +10,10 @@ BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["index_stride"], do_not_specialize_on_alignment=["index"])
-def gather_rows_kernel(source, dest, index, index_stride, source_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def gather_rows_kernel(
+    source, dest, index, index_stride,
+    SOURCE_STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """dest[t] = source[max(index[t], 0)].
 
     Grid: (rows of dest, tiles of BLOCK elements). A program copies one tile of one row.
@@ -19,8 +22,8 @@ def gather_rows_kernel(source, dest, index, index_stride, source_stride, width, 
     i_t, i_tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.maximum(tl.load(index + i_t * index_stride), 0).to(tl.int64)
     o_w = i_tile * BLOCK + tl.arange(0, BLOCK)
-    b_value = tl.load(source + row * source_stride + o_w, mask=o_w < width)
-    tl.store(dest + i_t * width + o_w, b_value, mask=o_w < width)
+    b_value = tl.load(source + row * SOURCE_STRIDE + o_w, mask=o_w < WIDTH)
+    tl.store(dest + i_t * WIDTH + o_w, b_value, mask=o_w < WIDTH)
 
 
 def gather_rows_reference(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

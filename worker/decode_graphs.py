@@ -55,7 +55,7 @@ class DecodeGraph:
             query_len=self.numbers[0],
             is_decode=torch.ones(num_rows, **int32),
             samples_of_row=self.numbers[0],
-            sample_start=rows * width,
+            sample_start=(rows * width).int(),
             drafting=rows,
             resumed=rows[:0],
             row_of_token=tokens // width,

@@ -154,7 +154,9 @@ def compile_integers(kernel, wide: str, **constants):
 
 def compile_gather_rows():
     types = {"source": "*bf16", "dest": "*bf16", "index": "*i64"}
-    return compile_kernel(gather_rows.gather_rows_kernel, types, {"BLOCK": gather_rows.BLOCK})
+    return compile_kernel(
+        gather_rows.gather_rows_kernel, types, {"SOURCE_STRIDE": 6144, "WIDTH": 4096, "BLOCK": gather_rows.BLOCK}
+    )
 
 
 def compile_draw():
