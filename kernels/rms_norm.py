@@ -16,11 +16,15 @@ PIECE = 256  # rows normed at a time on a CPU, so that they stay in the processo
 WORD_BYTES = 16  # widest load of a thread
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [T, D] over its root mean square, times weight [D] (fp32). Returns the dtype of x. Rows may be apart."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, D] over its root mean square, times weight [D] (fp32). Returns the dtype of x. Rows may be apart.
+
+    out: where to write; its rows may be apart too.
+    """
     if x.is_cuda:
-        return rms_norm_on_gpu(x, None, weight, eps)[0]
-    return F.rms_norm(x.float(), (x.shape[1],), weight, eps).to(x.dtype)
+        return rms_norm_on_gpu(x, None, weight, eps, out)[0]
+    normed = F.rms_norm(x.float(), (x.shape[1],), weight, eps).to(x.dtype)
+    return normed if out is None else out.copy_(normed)
 
 
 def add_rms_norm(
@@ -76,7 +80,7 @@ def rms_norm_then_gate(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor
     return normed.mul_(gate32).div_(gate32.neg().exp_().add_(1.0)).to(gate.dtype)
 
 
-@triton.jit(do_not_specialize=["x_stride", "segment_stride", "residual_stride", "residual_width"])
+@triton.jit(do_not_specialize=["x_stride", "segment_stride", "residual_stride", "residual_width", "out_stride"])
 def rms_norm_kernel(
     p_x,
     p_residual,
@@ -87,6 +91,7 @@ def rms_norm_kernel(
     segment_stride,
     residual_stride,
     residual_width,
+    out_stride,
     eps,
     SEGMENTS: tl.constexpr,
     D: tl.constexpr,
@@ -119,29 +124,38 @@ def rms_norm_kernel(
     b_value = b_total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(b_value * b_value, axis=0) / D + eps)
     b_out = tl.load(p_weight + o_d, mask=is_d, other=0.0) * (b_value * scale)
-    tl.store(p_out + i_row * D + o_d, b_out.to(p_out.dtype.element_ty), mask=is_d)
+    p_out += i_row * (out_stride // WORD * WORD) + o_d
+    tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=is_d)
 
 
 def rms_norm_on_gpu(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(normed, x + residual), or (normed, normed) without a residual."""
+    """(normed, x + residual), or (normed, normed) without a residual. normed is `out`, if given."""
     num_segments, (num_rows, width) = len(x) if x.dim() == 3 else 0, x.shape[-2:]
-    out = torch.empty(num_rows, width, dtype=x.dtype if residual is None else residual.dtype, device=x.device)
-    total = out if residual is None else torch.empty_like(out)
-    word = _word(out, width)
+    like = x if residual is None else residual
+    word = _word(like, width)
+    is_own = out is None or not _is_aligned(out, word)
+    normed = torch.empty(num_rows, width, dtype=like.dtype, device=x.device) if is_own else out
+    total = normed if residual is None else torch.empty(num_rows, width, dtype=like.dtype, device=x.device)
     if not num_segments:
         x = _aligned_rows(x, word)
     other = x if residual is None else _aligned_rows(residual, word)
     block = triton.next_power_of_2(width)
     if num_rows:
         rms_norm_kernel[(num_rows,)](
-            x, other, weight, out, total,
-            x.stride(-2), x.stride(0), other.stride(0), 0 if residual is None else width, eps,
+            x, other, weight, normed, total,
+            x.stride(-2), x.stride(0), other.stride(0), 0 if residual is None else width, normed.stride(0), eps,
             SEGMENTS=num_segments, D=width, BLOCK=block, WORD=word, num_warps=min(8, max(1, block // 512)),
             **pdl(x.device),
         )  # fmt: skip
-    return out, total
+    if is_own and out is not None:
+        normed = out.copy_(normed)
+    return normed, total
 
 
 def norm_adds_segments(num_segments: int, width: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -247,6 +261,8 @@ def _word(x: torch.Tensor, width: int) -> int:
 
 def _aligned_rows(x: torch.Tensor, word: int) -> torch.Tensor:
     """x, or a copy where its rows do not begin on the boundary that the kernel was compiled for."""
-    if x.stride(1) == 1 and x.stride(0) % word == 0 and x.data_ptr() % WORD_BYTES == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return x if _is_aligned(x, word) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(x: torch.Tensor, word: int) -> bool:
+    return x.stride(1) == 1 and x.stride(0) % word == 0 and x.data_ptr() % WORD_BYTES == 0

@@ -41,8 +41,8 @@ def argmax_split_kernel(
     tl.store(p_index + i_row * num_splits + i_split, tl.min(tl.where(b_best == best, b_index, NO_ID), axis=0))
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def argmax_merge_kernel(p_value, p_index, p_out, num_splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["num_splits", "out_stride"], do_not_specialize_on_alignment=["p_out"])
+def argmax_merge_kernel(p_value, p_index, p_out, num_splits, out_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out[row] = index of the largest value of its splits, the lowest of several; NO_BEST if it is infinite.
 
     Grid: rows; a program owns one. Reads a value and a column a split, writes int64.
@@ -53,7 +53,7 @@ def argmax_merge_kernel(p_value, p_index, p_out, num_splits, BLOCK: tl.constexpr
     b_index = tl.load(p_index + i_row * num_splits + o_split, mask=o_split < num_splits, other=NO_ID)
     best = tl.max(b_value, axis=0)
     i_best = tl.min(tl.where(b_value == best, b_index, NO_ID), axis=0)
-    tl.store(p_out + i_row, tl.where(tl.abs(best) < float("inf"), i_best, NO_BEST).to(tl.int64))
+    tl.store(p_out + i_row * out_stride, tl.where(tl.abs(best) < float("inf"), i_best, NO_BEST).to(tl.int64))
 
 
 def argmax_rows_reference(logits: torch.Tensor) -> torch.Tensor:
@@ -64,15 +64,21 @@ def argmax_rows_reference(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(best[:, 0].isfinite(), first, NO_BEST.value)
 
 
-def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
-    """`argmax_rows_reference`, on a GPU in two launches without synchronisation. logits: contiguous."""
-    if not logits.is_cuda:
-        best = logits.argmax(dim=1)  # the first NaN, if there is one
-        return torch.where(logits.gather(1, best[:, None])[:, 0].isfinite(), best, NO_BEST.value)
-    return argmax_rows_on_gpu(logits)
+def argmax_rows(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`argmax_rows_reference`, on a GPU in two launches without synchronisation. logits: contiguous.
+
+    out int64 [N], apart or not: where to write.
+    """
+    if logits.is_cuda:
+        return argmax_rows_on_gpu(logits, out)
+    best = torch.argmax(logits, dim=1)  # the first NaN, if there is one
+    is_best = logits.gather(1, best[:, None])[:, 0].isfinite()
+    return torch.where(is_best, best, best.new_full((), NO_BEST.value), out=out)
 
 
-def argmax_rows_on_gpu(logits: torch.Tensor, split: int = SPLIT, block: int = BLOCK) -> torch.Tensor:
+def argmax_rows_on_gpu(
+    logits: torch.Tensor, out: torch.Tensor | None = None, split: int = SPLIT, block: int = BLOCK
+) -> torch.Tensor:
     """The kernels behind `argmax_rows`. Raises ValueError for logits that are not fp32 and contiguous."""
     num_rows, num_columns = logits.shape
     if logits.dtype != torch.float32 or not logits.is_contiguous() or num_columns == 0:
@@ -80,13 +86,15 @@ def argmax_rows_on_gpu(logits: torch.Tensor, split: int = SPLIT, block: int = BL
     num_splits = triton.cdiv(num_columns, split)
     value = logits.new_empty(num_rows, num_splits)
     index = torch.empty(num_rows, num_splits, dtype=torch.int32, device=logits.device)
-    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if out is None:
+        out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
         word = 1 if num_columns % 4 else 4
         argmax_split_kernel[(num_rows, num_splits)](
             logits, value, index, num_columns, num_splits, word, split, block, **pdl(logits.device)
         )
         argmax_merge_kernel[(num_rows,)](
-            value, index, out, num_splits, triton.next_power_of_2(num_splits), num_warps=1, **pdl(logits.device)
-        )
+            value, index, out, num_splits, out.stride(0), triton.next_power_of_2(num_splits),
+            num_warps=1, **pdl(logits.device),
+        )  # fmt: skip
     return out

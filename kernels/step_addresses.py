@@ -47,14 +47,15 @@ def token_slots_kernel(
     do_not_specialize=["num_tokens", "num_rows", "columns"],
     do_not_specialize_on_alignment=[
         "p_row", "p_offset", "p_boundary", "p_query_len", "p_is_decode", "p_computed", "p_column", "p_accepted",
-        "p_table", "p_state", "p_conv", "p_temporal",
+        "p_table", "p_state", "p_conv", "p_temporal", "p_conv_offset",
     ],
 )  # fmt: skip
 def state_blocks_kernel(
     p_row, p_offset, p_boundary, p_query_len, p_is_decode, p_computed, p_column, p_accepted, p_table,
-    p_state, p_conv, p_temporal, num_tokens, num_rows, columns, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    p_state, p_conv, p_temporal, p_conv_offset, num_tokens, num_rows, columns,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Per token the block that its state is left in, or -1; per row its running block and its live one, or -1.
+    """Per token the block that its state is left in, or -1; per row its running block, its live one or -1, its bias.
 
     Grid: blocks of BLOCK tokens and rows. Writes int32.
     """
@@ -76,6 +77,7 @@ def state_blocks_kernel(
     b_column, b_bias = tl.load(p_column + o_i, mask=mask, other=0), tl.load(p_accepted + o_i, mask=mask, other=1) - 1
     p_blocks = p_table + o_i.to(tl.int64) * columns + b_column
     tl.store(p_conv + o_i, tl.load(p_blocks, mask=mask, other=0), mask=mask)
+    tl.store(p_conv_offset + o_i, b_bias, mask=mask)
     b_live = tl.load(p_blocks + tl.maximum(b_bias, 0), mask=mask, other=0)
     has_text = tl.load(p_computed + o_i, mask=mask, other=0) > 0
     tl.store(p_temporal + o_i, tl.where(has_text, b_live, -1), mask=mask)
@@ -112,8 +114,8 @@ def state_blocks_reference(
     running_column: torch.Tensor,
     num_accepted: torch.Tensor,
     table: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """state_block [T], conv_block [R], temporal_block [R], int32: as `MambaRows` has them.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """state_block [T], conv_block [R], temporal_block [R], conv_offset [R], int32: as `MambaRows` has them.
 
     boundary_block int64 [T]: where a prompt's token leaves its state, or -1; its row's last goes to the running block.
     """
@@ -123,7 +125,8 @@ def state_blocks_reference(
     left_in = table[row, (running[row, 0] + offset).clamp_(max=table.shape[1] - 1)]  # by a decode row's token
     of_prompt = torch.where(offset == query_len[row] - 1, conv_block[row], boundary_block)
     state_block = torch.where(is_decode[row] != 0, left_in, of_prompt).masked_fill_(offset >= query_len[row], NOWHERE)
-    return state_block.int(), conv_block, live.masked_fill(num_computed == 0, NOWHERE)
+    temporal_block = live.masked_fill(num_computed == 0, NOWHERE)
+    return state_block.int(), conv_block, temporal_block, num_accepted - 1
 
 
 def token_slots(row, offset, first, length, kv_table, kv_block_tokens):
@@ -156,9 +159,9 @@ def state_blocks_on_gpu(row, offset, boundary_block, query_len, is_decode, num_c
     numbers = (query_len, is_decode, num_computed, running, accepted, table)
     assert all(each.is_contiguous() and each.dtype == torch.int32 for each in numbers)
     state = torch.empty(num_tokens, dtype=torch.int32, device=table.device)
-    conv, temporal = torch.empty(2, num_rows, dtype=torch.int32, device=table.device)
+    of_rows = torch.empty(3, num_rows, dtype=torch.int32, device=table.device)
     state_blocks_kernel[(triton.cdiv(max(num_tokens, num_rows), BLOCK),)](
-        row, offset, boundary_block, *numbers, state, conv, temporal, num_tokens, num_rows, columns, BLOCK,
+        row, offset, boundary_block, *numbers, state, *of_rows, num_tokens, num_rows, columns, BLOCK,
         **pdl(table.device),
     )  # fmt: skip
-    return state, conv, temporal
+    return state, *of_rows

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from mambalign.kernels.gather_rows import gather_rows
 from mambalign.kernels.padded_rows import pad_rows, pad_sampled
 from mambalign.worker.forward_batch import NO_BLOCK, NO_TOKEN, StepLayout, StepRows
 
@@ -54,7 +55,7 @@ class DecodeGraph:
             query_len=self.numbers[0],
             is_decode=torch.ones(num_rows, **int32),
             samples_of_row=self.numbers[0],
-            sample_start=rows * width,
+            sample_start=(rows * width).int(),
             drafting=rows,
             resumed=rows[:0],
             row_of_token=tokens // width,
@@ -97,9 +98,9 @@ class DecodeGraph:
         )
 
     def take(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """[T, ..] of the step's own tokens, which are all of the graph's when every row has all its drafts."""
+        """[T, width] of the step's own tokens, which are all of the graph's when every row has all its drafts."""
         num_tokens = self._given.num_tokens
-        return of_tokens if num_tokens == len(of_tokens) else of_tokens[self._place[:num_tokens]]
+        return of_tokens if num_tokens == len(of_tokens) else gather_rows(of_tokens, self._place[:num_tokens])
 
     def put_sampled(self, sampled: torch.Tensor, num_final: torch.Tensor) -> None:
         """Copy in what the drafter's pass needs: tokens int64 [T], and how many of each row's are final, int32 [R]."""

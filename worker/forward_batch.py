@@ -147,7 +147,7 @@ class StepRows:
 class ForwardBatch:
     """One pass of the target model over T tokens of R rows."""
 
-    token_ids: torch.Tensor  # int64 [T]
+    token_ids: torch.Tensor  # int64 [T]; NO_TOKEN where a draft is missing
     positions: torch.Tensor  # int64 [T], absolute
     slot_mapping: torch.Tensor  # int64 [T]: KV block * kv_block_tokens + offset; negative: not written
     attention: AttentionRows
@@ -160,7 +160,7 @@ def forward_batch(rows: StepRows, cache: StateCache) -> ForwardBatch:
     layout = rows.layout
     tokens = (layout.row_of_token, layout.offset_of_token)
     positions, slots = token_slots(*tokens, rows.num_computed, layout.query_len, layout.kv_table, cache.kv_block_tokens)
-    state_block, conv_block, temporal_block = state_blocks(
+    state_block, conv_block, temporal_block, conv_offset = state_blocks(
         *tokens,
         layout.boundary_block,
         layout.query_len,
@@ -174,7 +174,7 @@ def forward_batch(rows: StepRows, cache: StateCache) -> ForwardBatch:
         query_start=layout.query_start,
         query_len=layout.query_len,
         conv_block=conv_block,
-        conv_offset=rows.num_accepted - 1,
+        conv_offset=conv_offset,
         temporal_block=temporal_block,
         is_decode=layout.is_decode,
         state_block=state_block,
@@ -182,7 +182,7 @@ def forward_batch(rows: StepRows, cache: StateCache) -> ForwardBatch:
         all_decode=layout.all_decode,
     )
     return ForwardBatch(
-        token_ids=rows.token_ids.clamp(min=0),  # a draft may be missing: what it computes is not accepted
+        token_ids=rows.token_ids,
         positions=positions,
         slot_mapping=slots,
         attention=AttentionRows(

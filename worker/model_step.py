@@ -100,7 +100,9 @@ class ModelStep:
         self.model = model
         self.cache = cache
         self.num_spec_tokens = limits.num_spec_tokens
-        self.mtp = MtpProposer(model, cache, limits.num_spec_tokens) if limits.spec_method == "mtp" else None
+        self.mtp = None
+        if limits.spec_method == "mtp":
+            self.mtp = MtpProposer(model, cache, limits.num_spec_tokens, limits.max_num_seqs)
         self.sampler = Sampler(model.eos_token_ids)
         self._threads = StepThreads() if cache.device.type == "cpu" else None
         self.acceptance = None
@@ -232,7 +234,7 @@ class ModelStep:
         self, rows: StepRows, hidden: torch.Tensor, sampled: torch.Tensor, num_final: torch.Tensor
     ) -> torch.Tensor:
         layout = rows.layout
-        next_ids = layout.next_token_ids
-        if layout.num_samples:
-            next_ids = next_ids.index_copy(0, layout.sample_index, sampled)
+        next_ids = sampled
+        if layout.num_samples < layout.num_tokens:
+            next_ids = layout.next_token_ids.index_copy(0, layout.sample_index, sampled)
         return self.mtp.propose(rows, hidden, next_ids, num_final)

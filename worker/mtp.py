@@ -9,6 +9,7 @@ draft on from the last slot. Nothing of the drafter's ever reaches the text.
 import torch
 
 from mambalign.kernels.attention_rows import AttentionRows
+from mambalign.kernels.draft_addresses import draft_addresses
 from mambalign.kernels.sampling import argmax_rows
 from mambalign.kernels.step_addresses import token_slots
 from mambalign.worker.forward_batch import NO_TOKEN, StepRows
@@ -22,10 +23,11 @@ FIRST_KEY = 1  # slot 0 is empty
 class MtpProposer:
     """Fills the drafter's slots for every row, then drafts `num_spec_tokens` tokens for the rows that sampled."""
 
-    def __init__(self, model: HybridModel, cache: StateCache, num_spec_tokens: int):
+    def __init__(self, model: HybridModel, cache: StateCache, num_spec_tokens: int, max_num_seqs: int):
         self.model = model
         self.cache = cache
         self.num_spec_tokens = num_spec_tokens
+        self._one_each = torch.arange(max_num_seqs, dtype=torch.int32, device=cache.device)  # rows of one token
 
     def resume(self, rows: StepRows, temporal_block: torch.Tensor) -> None:
         """Fill slot n of rows that begin behind a cached prefix, from the hidden state that their checkpoint carries.
@@ -36,7 +38,10 @@ class MtpProposer:
         carry = self.cache.carry[temporal_block[resumed]]
         token_ids = rows.token_ids[layout.query_start[resumed]]
         position = rows.num_computed[resumed]
-        self._one_token_each(carry, token_ids, layout.kv_table[resumed], position, torch.ones_like(position))
+        query_len, kv_table = torch.ones_like(position), layout.kv_table[resumed]
+        positions, slots = token_slots(None, None, position, query_len, kv_table, self.cache.kv_block_tokens)
+        attention = self._attention(self._one_each[: len(position)], query_len, position, kv_table, 1)
+        self.model.mtp_forward(carry, token_ids, positions, slots, attention, self.cache)
 
     def propose(
         self, rows: StepRows, hidden: torch.Tensor, next_ids: torch.Tensor, num_final: torch.Tensor
@@ -46,57 +51,42 @@ class MtpProposer:
         hidden [T, hidden]; next_ids int64 [T], the token after each; num_final int32 [R], tokens of each row that are
         final. Returns int64 [R, S]; NO_TOKEN in rows that did not sample.
         """
-        layout, row = rows.layout, rows.layout.row_of_token
-        first = rows.num_computed + 1  # the position of the token after the row's first
-        positions, slots = token_slots(
-            row, layout.offset_of_token, first, num_final, layout.kv_table, self.cache.kv_block_tokens
+        layout, block_tokens = rows.layout, self.cache.kv_block_tokens
+        drafting = layout.drafting if len(layout.drafting) < layout.num_rows else None
+        at = draft_addresses(
+            layout.query_start,
+            rows.num_computed,
+            num_final,
+            drafting,
+            layout.kv_table,
+            self.num_spec_tokens,
+            block_tokens,
         )
-        attention = self._attention(layout.query_start, num_final, first, layout.kv_table, layout.max_query_len)
+        positions, slots = token_slots(
+            layout.row_of_token, layout.offset_of_token, at.first, num_final, layout.kv_table, block_tokens
+        )
+        attention = self._attention(layout.query_start, num_final, at.first, layout.kv_table, layout.max_query_len)
         inputs = (hidden, next_ids, positions, slots, attention, self.cache)
-        drafts = torch.full((layout.num_rows, self.num_spec_tokens), NO_TOKEN, device=hidden.device)
         if not layout.num_samples:
             self.model.mtp_forward(*inputs)
-            return drafts
-        last = layout.query_start + (num_final - 1).clamp_(min=0)
-        position, table, query_len = first + num_final, layout.kv_table, num_final.clamp(max=1)
-        drafting = layout.drafting
-        if len(drafting) < layout.num_rows:
-            last, position, table, query_len = (t[drafting] for t in (last, position, table, query_len))
+            return self._no_drafts(layout.num_rows)
+        one_each = self._one_each[: len(at.last)]
+        kv_table = layout.kv_table if drafting is None else layout.kv_table[drafting]
+        passes = [self._attention(one_each, at.query_len, each, kv_table, 1) for each in at.context_len]
         if self.model.mtp_keys_come_first:
-            query_start = torch.arange(len(last), dtype=torch.int32, device=last.device)
-            outputs = OutputTokens(last.long(), self._attention(query_start, query_len, position - 1, table, 1))
-            hidden = self.model.mtp_forward(*inputs, outputs)
+            hidden = self.model.mtp_forward(*inputs, OutputTokens(at.last, passes[0]))
         else:
-            hidden = self.model.mtp_forward(*inputs).index_select(0, last)
-        steps = self._feed_back(hidden, table, position, query_len)
-        if len(drafting) < layout.num_rows:
-            return drafts.index_copy_(0, drafting, steps)
-        return steps
+            hidden = self.model.mtp_forward(*inputs).index_select(0, at.last)
+        drafts = torch.empty(len(at.last), self.num_spec_tokens, dtype=torch.int64, device=hidden.device)
+        argmax_rows(self.model.mtp_logits(hidden), drafts[:, 0])
+        for i in range(1, self.num_spec_tokens):
+            inputs = (hidden, drafts[:, i - 1], at.positions[i], at.slots[i], passes[i], self.cache)
+            hidden = self.model.mtp_forward(*inputs)
+            argmax_rows(self.model.mtp_logits(hidden), drafts[:, i])
+        return drafts if drafting is None else self._no_drafts(layout.num_rows).index_copy_(0, drafting, drafts)
 
-    def _feed_back(
-        self, hidden: torch.Tensor, kv_table: torch.Tensor, position: torch.Tensor, query_len: torch.Tensor
-    ) -> torch.Tensor:
-        """Greedy drafts int64 [D, S] from the head's output [D, hidden] at each row's last filled slot."""
-        steps = [argmax_rows(self.model.mtp_logits(hidden))]
-        for _ in range(self.num_spec_tokens - 1):
-            hidden = self._one_token_each(hidden, steps[-1], kv_table, position, query_len)
-            steps.append(argmax_rows(self.model.mtp_logits(hidden)))
-            position = position + 1
-        return torch.stack(steps, dim=1)
-
-    def _one_token_each(
-        self,
-        prev_hidden: torch.Tensor,
-        token_ids: torch.Tensor,
-        kv_table: torch.Tensor,
-        position: torch.Tensor,
-        query_len: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run the head over one token of each row, at `position` int32 [D]; rows of query_len 0 write nothing."""
-        query_start = torch.arange(len(position), dtype=torch.int32, device=position.device)
-        positions, slots = token_slots(None, None, position, query_len, kv_table, self.cache.kv_block_tokens)
-        attention = self._attention(query_start, query_len, position, kv_table, 1)
-        return self.model.mtp_forward(prev_hidden, token_ids, positions, slots, attention, self.cache)
+    def _no_drafts(self, num_rows: int) -> torch.Tensor:
+        return torch.full((num_rows, self.num_spec_tokens), NO_TOKEN, device=self.cache.device)
 
     def _attention(self, query_start, query_len, context_len, kv_table, max_query_len: int) -> AttentionRows:
         return AttentionRows(

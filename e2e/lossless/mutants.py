@@ -184,14 +184,14 @@ MUTANTS = [
     Mutant(
         "first chunk reads a state",
         "kernels/step_addresses.py",
-        "return state_block.int(), conv_block, live.masked_fill(num_computed == 0, NOWHERE)",
-        "return state_block.int(), conv_block, live",
+        "temporal_block = live.masked_fill(num_computed == 0, NOWHERE)",
+        "temporal_block = live",
     ),
     Mutant(
         "conv window one slot further",
-        ROWS,
-        "conv_offset=rows.num_accepted - 1,",
-        "conv_offset=rows.num_accepted,",
+        "kernels/step_addresses.py",
+        "return state_block.int(), conv_block, temporal_block, num_accepted - 1",
+        "return state_block.int(), conv_block, temporal_block, num_accepted",
     ),
     Mutant(
         "a key behind the text is read",

@@ -20,10 +20,12 @@ from mambalign.kernels import (
     activation,
     chunk_shape,
     combine_experts,
+    draft_addresses,
     draw_tokens,
     expert_routing,
     gated_delta_chunk_scan,
     gated_delta_chunk_solve,
+    gather_rows,
     grouped_linear,
     head_norm,
     padded_rows,
@@ -156,6 +158,13 @@ def compile_integers(kernel, wide: str, **constants):
     return compile_kernel(kernel, types, constants, num_warps=1)
 
 
+def compile_gather_rows():
+    types = {"source": "*bf16", "dest": "*bf16", "index": "*i64"}
+    return compile_kernel(
+        gather_rows.gather_rows_kernel, types, {"SOURCE_STRIDE": 6144, "WIDTH": 4096, "BLOCK": gather_rows.BLOCK}
+    )
+
+
 def compile_draw():
     types = {"p_logits": "*fp32", "p_row": "*i64", "p_key": "*i64", "p_temperature": "*fp32", "p_floor": "*fp32"}
     types |= {"p_top_k": "*i64", "p_top_p": "*fp64", "p_out": "*i64"}
@@ -282,6 +291,16 @@ def main() -> None:
     cases |= {"advance slots": (few, slot_rows.advance_slots_kernel, wide)}
     cases |= {"pad rows": (many, padded_rows.pad_rows_kernel, "p_token p_token_out p_place")}
     cases |= {"pad sampled": (few, padded_rows.pad_sampled_kernel, "p_sampled p_sampled_out")}
+    wide = "p_drafting p_last p_position p_slot"
+    cases |= {
+        f"draft addresses {some}": (
+            partial(many, PASSES=3, KV_BLOCK=16, IS_LIST=some),
+            draft_addresses.draft_addresses_kernel,
+            wide,
+        )
+        for some in (False, True)
+    }
+    cases |= {"gather rows": (compile_gather_rows,)}
     cases |= {"draw": (compile_draw,)}
     cases |= {f"activation {relu2}": (compile_activation, relu2) for relu2 in (False, True)}
     cases |= {"rotary": (compile_rotary, 32, 8, 128, 64, bf16), "rotary half": (compile_rotary, 6, 2, 33, 8, fp32)}

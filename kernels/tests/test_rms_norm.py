@@ -39,6 +39,8 @@ def test_rms_norm(width: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(whole, want.to(dtype), **tolerance("kernel", dtype))
     for first, count in ((0, 1), (0, 2), (5, 1), (7, 63), (1, 299), (299, 1)):
         assert torch.equal(rms_norm(x[first : first + count], weight, EPS), whole[first : first + count])
+    side = torch.zeros(300, 2 * width, dtype=dtype)[:, width:]
+    assert rms_norm(x, weight, EPS, side) is side and torch.equal(side, whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,6 +100,11 @@ def test_the_kernel_of_rms_norm(width: int, dtype: torch.dtype, device: str) -> 
         part = slice(first, first + count)
         assert torch.equal(rms_norm_on_gpu(x[part], residual[part], weight, EPS)[0], normed[part])
     assert rms_norm_on_gpu(x[:0], None, weight, EPS)[0].shape == (0, width)
+    sides = torch.full((len(x), 3 * width), 7.0, dtype=dtype, device=device)
+    for out in (sides[:, width : 2 * width], sides[:, 2 * width :]):  # beside each other, aligned or not
+        assert rms_norm_on_gpu(total, None, weight, EPS, out)[0].data_ptr() == out.data_ptr()
+        assert torch.equal(out, normed)
+    assert (sides[:, :width] == 7.0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

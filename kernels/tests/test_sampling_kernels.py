@@ -19,8 +19,12 @@ def test_argmax_rows(num_columns: int, device: str) -> None:
     assert argmax_rows_reference(logits).tolist() == want
     assert argmax_rows(logits.to(device)).tolist() == want
     for split, block in ((64, 16), (128, 128), (1024, 32)):
-        assert argmax_rows_on_gpu(logits.to(device), split, block).tolist() == want
-        assert argmax_rows_on_gpu(logits[2:3].to(device), split, block).tolist() == want[2:3]
+        assert argmax_rows_on_gpu(logits.to(device), split=split, block=block).tolist() == want
+        assert argmax_rows_on_gpu(logits[2:3].to(device), split=split, block=block).tolist() == want[2:3]
+    for run in (argmax_rows_on_gpu, argmax_rows):
+        columns = torch.full((len(without_nan), 3), -7, device=device)
+        run(logits[without_nan].to(device), columns[:, 1])
+        assert columns.tolist() == [[-7, want[row], -7] for row in without_nan]
 
 
 def test_argmax_rows_refuses_what_it_would_misread(device: str) -> None:

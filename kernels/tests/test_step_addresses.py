@@ -37,8 +37,9 @@ def make_step(num_rows: int, seed: int) -> dict[str, torch.Tensor]:
 def test_state_blocks(num_rows: int, device: str) -> None:
     step = {name: tensor.to(device) for name, tensor in make_step(num_rows, num_rows).items()}
     want, got = state_blocks_reference(**step), state_blocks_on_gpu(*step.values())
-    for name, a, b in zip(("state", "conv", "temporal"), want, got, strict=True):
+    for name, a, b in zip(("state", "conv", "temporal", "offset"), want, got, strict=True):
         assert torch.equal(a, b), name
+    assert torch.equal(want[3], step["num_accepted"] - 1)
     # The formula once more, a token at a time.
     rows = {name: tensor.tolist() for name, tensor in step.items()}
     for t, (r, j) in enumerate(zip(rows["row"], rows["offset"], strict=True)):

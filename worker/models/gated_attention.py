@@ -3,6 +3,7 @@
 import torch
 
 from mambalign.kernels.attention import paged_attention_varlen, write_kv_varlen
+from mambalign.kernels.gather_rows import gather_rows
 from mambalign.kernels.head_norm import norm_heads
 from mambalign.kernels.sigmoid_mul import sigmoid_mul
 from mambalign.worker.models.layers import ForwardContext, Linear, ZeroCentredRMSNorm
@@ -45,6 +46,7 @@ class GatedAttention:
         attention = context.attention
         if context.outputs is not None:
             tokens, attention = context.outputs.tokens, context.outputs.attention
-            query, gate = query[tokens], gate[tokens]
+            query = gather_rows(query.flatten(1), tokens).unflatten(1, (-1, self.head_dim))
+            gate = gather_rows(gate, tokens)
         y = paged_attention_varlen(query, keys, values, attention, self.head_dim**-0.5)
         return self.o_proj(sigmoid_mul(y.flatten(1), gate))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from mambalign.kernels.attention_rows import AttentionRows
+from mambalign.kernels.gather_rows import gather_rows
 from mambalign.kernels.linear import linear
 from mambalign.worker.forward_batch import ForwardBatch
 from mambalign.worker.models.layers import ForwardContext, Linear, OutputTokens, RMSNorm
@@ -75,8 +76,8 @@ class HybridModel:
             self.head_weight = weights.take_linear(self.head_name, *shape)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, hidden], what the first layer reads."""
-        return self.embedding[token_ids]
+        """[T] -> [T, hidden], what the first layer reads. Of a draft that is missing, anything: it is not accepted."""
+        return gather_rows(self.embedding, token_ids)
 
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """All layers and the final norm over embeddings [T, hidden]."""

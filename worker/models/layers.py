@@ -13,6 +13,7 @@ import torch
 from mambalign.kernels.attention import paged_attention_varlen, write_kv_varlen
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.causal_conv1d import causal_conv1d_varlen
+from mambalign.kernels.gather_rows import gather_rows
 from mambalign.kernels.linear import linear, linear_for_sum
 from mambalign.kernels.mamba2_chunk_scan import mamba2_chunk_scan_varlen
 from mambalign.kernels.mamba2_scan import mamba2_scan_varlen
@@ -81,8 +82,9 @@ class RMSNorm:
         self.weight = weights.take(f"{name}.weight", (width,), torch.float32)
         self.eps = eps
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The norm of x, written to `out` if given."""
+        return rms_norm(x, self.weight, self.eps, out)
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of x + residual, and the sum itself. x: of any layer, also of one that `is_summed`."""
@@ -213,7 +215,8 @@ class Attention:
         write_kv_varlen(keys, values, key, value, context.slot_mapping)
         attention = context.attention
         if context.outputs is not None:
-            query, attention = query[context.outputs.tokens], context.outputs.attention
+            query = gather_rows(query.flatten(1), context.outputs.tokens).unflatten(1, (-1, self.head_dim))
+            attention = context.outputs.attention
         y = paged_attention_varlen(query, keys, values, attention, self.scale)
         return self.o_proj(y.flatten(1))
 

@@ -23,8 +23,11 @@ class MtpHead:
     final_norm: RMSNorm
 
     def __call__(self, embedding: torch.Tensor, prev_hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        x = self.fc(torch.cat([self.embedding_norm(embedding), self.hidden_norm(prev_hidden)], dim=-1))
-        return run_blocks(self.blocks, self.final_norm, x, context)
+        width = embedding.shape[1]
+        normed = embedding.new_empty(len(embedding), 2 * width)
+        self.embedding_norm(embedding, normed[:, :width])
+        self.hidden_norm(prev_hidden, normed[:, width:])
+        return run_blocks(self.blocks, self.final_norm, self.fc(normed), context)
 
     def linears(self) -> list[Linear]:
         return [self.fc, *(each for block in self.blocks for each in block.linears())]

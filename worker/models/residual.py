@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from mambalign.kernels.gather_rows import gather_rows
 from mambalign.worker.models.layers import ForwardContext, Linear, RMSNorm
 
 
@@ -32,6 +33,6 @@ def run_blocks(
     for block, norm in zip(blocks, next_norms, strict=True):
         mixed = block.mixer(normed, context)
         if context.outputs is not None:
-            residual, context = residual[context.outputs.tokens], replace(context, outputs=None)
+            residual, context = gather_rows(residual, context.outputs.tokens), replace(context, outputs=None)
         normed, residual = norm.of_sum(mixed, residual)
     return normed
