@@ -127,7 +127,7 @@ class RunnerConfig:
         "the prefix cache then keeps prompts and no replies, so the next turn of a chat hits up to the last prompt",
         choices=("recurrent", "chunked"),
     )
-    enforce_eager: bool = option(False, "launch each kernel of a decode step by itself, without CUDA graphs (CUDA)")
+    enforce_eager: bool = option(False, "launch each kernel of a step by itself, without CUDA graphs (CUDA)")
     check_fused_copy: bool = option(False, "compare copies of states with the scalar path, and fail loudly")
     check_fused_copy_rate: float = option(
         1.0, "share of the steps that --check-fused-copy checks, 0 to 1", low=0.0, high=1.0

@@ -135,7 +135,6 @@ class EngineCore:
             self._state_specs,
             self._runner_limits(self.config.scheduler.max_num_seqs),
             num_tokens=min(self.config.scheduler.max_num_batched_tokens, self.max_model_len),
-            by_chunk=self._chunk_tokens is not None,
         )
         free, total = torch.cuda.mem_get_info()
         used = total - free
@@ -209,7 +208,9 @@ class EngineCore:
             num_spec_tokens=self.spec_tokens,
             spec_method=self.spec_method,
             check_fused_copy_rate=options.check_fused_copy_rate if options.check_fused_copy else 0.0,
-            decode_graphs=self.config.model.device == "cuda" and not options.enforce_eager,
+            step_graphs=self.config.model.device == "cuda" and not options.enforce_eager,
+            max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
+            by_chunk=self._chunk_tokens is not None,
             spec_acceptance=self.config.spec.spec_acceptance,
         )
 

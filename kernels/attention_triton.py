@@ -19,6 +19,7 @@ from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 
 SPLIT_TOKENS = 512
 TILES = {2: (64, 64), 4: (32, 32)}  # by bytes of a number: rows of a tile (query, head of the kv group), and its keys
+WIDE_TILE_ROWS = 128  # of prompts with heads wider than 128, of two bytes: each warp has its own rows, as in 64
 MERGE_ROWS = 4
 NUM_STAGES = 2  # of the loads of keys and values
 LOG2_E = 1.4426950408889634
@@ -373,6 +374,8 @@ def launch_attention(
     tiles = {"KV_BLOCK": kv_block_tokens, "KEY_TILE": key_tile, "TILE_ROWS": tile_rows, "num_stages": NUM_STAGES}
     tiles["num_warps"] = num_warps(head_dim, query.element_size())
     if not by_split:
+        if tile is None and head_dim > 128 and query.element_size() == 2:
+            tile_rows = tiles["TILE_ROWS"] = WIDE_TILE_ROWS
         attention_rows_kernel[(num_rows, kv_heads, triton.cdiv(rows.max_query_len, tile_rows // group))](
             out, query, key_cache, value_cache, *tables, query.stride(0), table_width, rows.first_key, scale_log2,
             **shape, **tiles, **pdl(query.device),

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mambalign.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, pdl, wait_for_inputs
 
-WIDE = 16384  # columns from which one segment gives enough programs to read a weight at full speed
+WIDE = 8192  # columns from which one segment gives enough programs to read a weight at full speed
 LONG = 2048  # shorter K is one segment
 NUM_SEGMENTS = 4
 SEGMENT_MULTIPLE: tl.constexpr = tl.constexpr(256)  # a multiple of every BLOCK_K
@@ -69,6 +69,10 @@ _TILES: dict[tuple[int, bool], list[tuple[int, Tiles]]] = {
 }
 
 
+FEW_COLUMNS = 16384  # below, tiles of 128 columns are fewer than multiprocessors
+NARROW_TILES = Tiles(16, 64, 128, 4, 4, tma=True)  # of up to 16 rows, one segment and few columns
+
+
 def segments_of(k: int, n: int) -> tuple[int, int]:
     """Number of segments and their length for a weight [k, n]: part of the order of addition, so of nothing else."""
     if n >= WIDE or k < LONG:
@@ -79,9 +83,11 @@ def segments_of(k: int, n: int) -> tuple[int, int]:
 
 def tiles_for(num_rows: int, k: int, n: int, dtype: torch.dtype, one_family: bool = False) -> Tiles:
     """Tiles for that many rows. `one_family`: at least 64 rows a tile, so that one kind of instruction serves all."""
-    rows = max(num_rows, 64) if one_family else num_rows
-    table = _TILES[dtype.itemsize, segments_of(k, n)[0] > 1]
+    rows, has_segments = max(num_rows, 64) if one_family else num_rows, segments_of(k, n)[0] > 1
+    table = _TILES[dtype.itemsize, has_segments]
     tiles = next(tiles for most_rows, tiles in table if rows <= most_rows or most_rows == 0)
+    if rows <= NARROW_TILES.block_m and n < FEW_COLUMNS and dtype.itemsize == 2 and not has_segments:
+        tiles = NARROW_TILES
     return tiles._replace(block_n=min(tiles.block_n, max(16, triton.next_power_of_2(n))))
 
 

@@ -13,9 +13,10 @@ from mambalign.kernels.mamba_state_copy import (
     _tile_meta,
     copy_mamba_state_block_reference,
 )
+from mambalign.kernels.rows import STEP_POINTERS
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=STEP_POINTERS)
 def precopy_mamba_align_fused_kernel(
     p_source_column,
     p_dest_column,

@@ -5,9 +5,10 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.launch import runs_kernel
+from mambalign.kernels.rows import STEP_POINTERS
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=STEP_POINTERS)
 def preprocess_mamba_align_fused_kernel(
     p_idx_mapping,
     p_num_scheduled,

@@ -8,6 +8,9 @@ import torch
 # Of `MambaRows`, as kernels name them: views that begin anywhere, of which one binary must serve all.
 ROW_POINTERS = ["p_query_start", "p_query_len", "p_conv_block", "p_conv_offset", "p_temporal_block", "p_is_decode"]
 ROW_POINTERS += ["p_state_block"]
+# The same, of the numbers that the kernels around a step read.
+STEP_POINTERS = ["p_idx_mapping", "p_num_kept", "p_num_computed", "p_num_scheduled", "p_num_accepted"]
+STEP_POINTERS += ["p_running_column"]
 
 
 @dataclass(frozen=True)

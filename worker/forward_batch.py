@@ -49,6 +49,7 @@ class StepLayout:
     boundary_block: torch.Tensor  # int64 [T], of tokens that end at a boundary that is asked for; else NO_BLOCK
     sample_index: torch.Tensor  # int64 [N], the token that each sample follows
     kv_table: torch.Tensor  # int32 [R, W], 0 past the row's blocks
+    resumed_len: torch.Tensor | None = None  # int32, of `resumed`: 1, or 0 for a row that is not; None: all are
     is_by_chunk: torch.Tensor | None = None  # int32 [R], `num_by_chunk` of them 1; may be None without any
     num_by_chunk: int = 0
     slots: torch.Tensor | None = None  # int32 [R] (V2)

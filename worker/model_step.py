@@ -14,7 +14,6 @@ from mambalign.kernels.scatter_rows import scatter_rows
 from mambalign.kernels.verify_drafts import verify_drafts
 from mambalign.worker.batch import ScheduledRow
 from mambalign.worker.cpu import StepThreads
-from mambalign.worker.decode_graphs import DecodeGraph, DecodeGraphs, graph_sizes
 from mambalign.worker.forward_batch import NO_TOKEN, StepRows, forward_batch
 from mambalign.worker.grammar import GrammarCompiler
 from mambalign.worker.host_copy import to_device
@@ -23,6 +22,7 @@ from mambalign.worker.logprobs import LogprobCopy
 from mambalign.worker.mtp import MtpProposer
 from mambalign.worker.sampler import Sampler, SamplerOutput, SampleRow
 from mambalign.worker.state_cache import StateCache
+from mambalign.worker.step_graphs import Graph, StepGraphs, graph_sizes
 
 PROMPT_LOGITS_ROWS = 64  # rows of logits that are looked at together for a prompt's log-probabilities
 
@@ -59,7 +59,9 @@ class RunnerLimits:
     num_spec_tokens: int
     spec_method: str | None  # "mtp" or "ngram"; None without drafts
     check_fused_copy_rate: float = 0.0  # share of steps whose pre-copy is checked against the scalar path
-    decode_graphs: bool = False  # run decode steps padded, and on a GPU captured
+    step_graphs: bool = False  # run decode steps and single prompts padded, and on a GPU captured
+    max_num_batched_tokens: int = 0  # of a step, for the graphs of prompts
+    by_chunk: bool = False  # how prompts are scanned
     spec_acceptance: float | None = None  # benchmarks: mean of tokens kept a step, whatever they are
 
     def max_kv_blocks(self, kv_block_tokens: int) -> int:
@@ -108,19 +110,21 @@ class ModelStep:
         self.acceptance = None
         if limits.spec_acceptance is not None:
             self.acceptance = SyntheticAcceptance(limits.spec_acceptance, limits.num_spec_tokens, cache.device)
-        self.graphs: DecodeGraphs | None = None
-        if limits.decode_graphs:
-            self.graphs = DecodeGraphs(
+        self.graphs: StepGraphs | None = None
+        if limits.step_graphs:
+            self.graphs = StepGraphs(
                 self._forward,
                 self._propose_mtp if self.mtp else None,
                 graph_sizes(limits.max_num_seqs),
+                limits.max_num_batched_tokens,
+                limits.by_chunk,
                 limits.num_spec_tokens,
                 table_width,
                 cache.kv_block_tokens,
                 limits.max_kv_blocks(cache.kv_block_tokens),
                 cache.device,
             )
-        self._graph: DecodeGraph | None = None  # of the step that runs
+        self._graph: Graph | None = None  # of the step that runs
 
     def forward(self, rows: StepRows) -> torch.Tensor:
         """Hidden states [T, hidden] of all rows' tokens; leaves KV, states and carries in the cache."""

@@ -38,7 +38,8 @@ class MtpProposer:
         carry = self.cache.carry[temporal_block[resumed]]
         token_ids = rows.token_ids[layout.query_start[resumed]]
         position = rows.num_computed[resumed]
-        query_len, kv_table = torch.ones_like(position), layout.kv_table[resumed]
+        query_len = torch.ones_like(position) if layout.resumed_len is None else layout.resumed_len
+        kv_table = layout.kv_table[resumed]
         positions, slots = token_slots(None, None, position, query_len, kv_table, self.cache.kv_block_tokens)
         attention = self._attention(self._one_each[: len(position)], query_len, position, kv_table, 1)
         self.model.mtp_forward(carry, token_ids, positions, slots, attention, self.cache)

@@ -20,12 +20,8 @@ def measure_activations(
     state_specs: list[StateSpec],
     limits: RunnerLimits,
     num_tokens: int,
-    by_chunk: bool = False,
 ) -> int:
-    """Peak bytes, beside weights and caches, of a prefill of `num_tokens` tokens and of the logits of a full batch.
-
-    by_chunk: as prompts are scanned.
-    """
+    """Peak bytes, beside weights and caches, of a prefill of `num_tokens` tokens and of the logits of a full batch."""
     num_kv_blocks = cdiv(num_tokens + limits.num_spec_tokens + 1, KV_BLOCK_TOKENS)
     device = model.embedding.device
     cache = StateCache.allocate(
@@ -40,8 +36,10 @@ def measure_activations(
         num_spec_tokens=limits.num_spec_tokens,
         device=device,
     )
-    step = ModelStep(model, cache, replace(limits, decode_graphs=False), table_width=1)
-    row = ScheduledRow("", 0, 0, [0] * num_tokens, False, list(range(1, 1 + num_kv_blocks)), {0: 1}, [], 0, by_chunk)
+    step = ModelStep(model, cache, replace(limits, step_graphs=False), table_width=1)
+    row = ScheduledRow(
+        "", 0, 0, [0] * num_tokens, False, list(range(1, 1 + num_kv_blocks)), {0: 1}, [], 0, limits.by_chunk
+    )
     layout = lay_out([row], cache, resumed=set())
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     rows = StepRows(layout, zero, zero, zero + 1, (zero + 1)[None], layout.token_ids)
