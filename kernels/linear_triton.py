@@ -44,7 +44,7 @@ class Tiles(NamedTuple):
 
 
 # By dtype width and kind of weight (one segment, or several): (most rows, tiles), the last for any number. Those of two
-# bytes are the fastest of `scripts/bench_kernels.py --tiles` on an H200 over the weights of an 8B model.
+# bytes are the fastest on an H200 of `scripts/bench_chains.py --tiles`.
 _TILES: dict[tuple[int, bool], list[tuple[int, Tiles]]] = {
     (2, False): [
         (16, Tiles(16, 128, 64, 4, 4, tma=True)),

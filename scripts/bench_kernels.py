@@ -3,17 +3,15 @@
 
 A time is the median of some replays of a CUDA graph of 20 calls, over several copies of a weight or state, so that
 nothing comes from the L2 cache. The limit of a call is the larger of its bytes at the measured copy rate and its
-operations at 790 TFLOP/s. The first lines are the ceilings; the last is one JSON object. `--tiles` tries the tiles of
-the linear layer instead, and prints the best of each table line; `--chunk-tiles` tries those of the chunked scan.
-Needs a CUDA device.
+operations at 790 TFLOP/s. The first lines are the ceilings; the last is one JSON object. `--chunk-tiles` tries tiles of
+the chunked scan instead; those of linear layers are tried in chains (`bench_chains.py`). Needs a CUDA device.
 """
 
 import argparse
 import importlib
 import json
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -23,10 +21,9 @@ import triton
 from device_times import graph_times
 from machine_rates import copy_rate
 
-from mambalign.kernels import linear_triton
 from mambalign.kernels.activation import relu2
 from mambalign.kernels.attention_rows import AttentionRows
-from mambalign.kernels.linear_triton import Tiles, linear_on_gpu, segments_of, tiles_for
+from mambalign.kernels.linear_triton import linear_on_gpu
 from mambalign.kernels.mamba2_chunk_scan import TILES, ChunkTiles, mamba2_chunk_scan_varlen_triton
 from mambalign.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_gated
 from mambalign.kernels.rows import MambaRows
@@ -254,59 +251,6 @@ def bench_attention(bench: Bench) -> None:
         bench.report(f"attention {num_rows} rows of {q} after {context}", num_rows * q, calls, limit)
 
 
-def candidates(most_rows: int) -> Iterator[Tiles]:
-    """Tiles worth a try for so many rows."""
-    if most_rows <= 32:
-        for block_n, block_k, stages in ((64, 128, 4), (128, 64, 5), (32, 256, 4), (64, 64, 6), (64, 256, 3)):
-            yield Tiles(most_rows, block_n, block_k, 4, stages)
-        yield Tiles(most_rows, 128, 128, 8, 4)
-        yield Tiles(most_rows, 32, 128, 4, 5)
-        yield Tiles(most_rows, 64, 128, 4, 4, tma=True)
-        yield Tiles(most_rows, 128, 64, 4, 5, tma=True)
-        return
-    for block_m, block_n, warps, stages in (
-        (64, 64, 4, 5), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 8, 4), (128, 64, 4, 4), (128, 128, 8, 3),
-        (128, 128, 8, 4), (128, 128, 4, 3), (128, 256, 8, 3), (128, 256, 8, 4), (256, 128, 8, 3), (256, 128, 8, 4),
-        (256, 64, 8, 4),
-    ):  # fmt: skip
-        if block_m <= most_rows * 2 and (most_rows <= 256 or block_m * block_n >= 8192):
-            yield Tiles(block_m, block_n, 64, warps, stages, tma=False)
-            yield Tiles(block_m, block_n, 64, warps, stages, tma=True)
-
-
-def sweep_tiles(bench: Bench, seconds: float) -> None:
-    """The tile with the least sum of times, over the weights of a kind, for each line of the tables."""
-    deadline, most = time.monotonic() + seconds, {0: 8192}
-    linear_triton.tile_counters(torch.device("cuda", torch.cuda.current_device()))
-    kinds = {kind: [s for s in WEIGHTS.values() if (segments_of(*s)[0] > 1) == kind] for kind in (True, False)}
-    lines = [(kind, rows) for kind in kinds for rows in (16, 32, 64, 128, 256, 512, 0)]
-    for line, (kind, most_rows) in enumerate(lines):
-        m = most.get(most_rows, most_rows)
-        shapes = [s for s in kinds[kind] if m <= HEAD_ROWS or s[1] != VOCAB]
-        tried = [t._replace(split=s) for t, s in product(candidates(m), (True, False) if kind else (False,))]
-        tried = [t for t in tried if not (m > 512 and t.split) and not (m <= 64 and kind and not t.split)]
-        tried = list(dict.fromkeys([tiles_for(m, *shapes[0], torch.bfloat16), *tried]))
-        stop = time.monotonic() + (deadline - time.monotonic()) / (len(lines) - line)
-        inputs = {s: (half(m, s[0]), weight_copies(*s)) for s in shapes}
-        compile_all(partial(linear_on_gpu, x, copies[0], tiles=t) for t, (x, copies) in product(tried, inputs.values()))
-        total = {}
-        for tiles in tried:
-            if total and time.monotonic() > stop:
-                break
-            try:
-                total[tiles] = [time_tiles(tiles, *inputs[s], bench.replays) for s in shapes]
-            except Exception as error:  # too much shared memory, and the like
-                print(f"  {tiles}: {str(error).splitlines()[0][:80]}")
-        best = min(total, key=lambda tiles: sum(total[tiles]))
-        for tiles in {best: 0, tried[0]: 0}:
-            print(f"{'segments' if kind else 'whole':9} {m:5} rows {tiles}: {[round(us, 1) for us in total[tiles]]} us")
-        print(f"    {len(total)} of {len(tried)} tried; table line: ({most_rows}, {best})", flush=True)
-        bench.results.append(
-            {"segments": kind, "rows": m, "best": best, "us": total[best], "table_us": total[tried[0]]}
-        )
-        del inputs
-
-
 def compile_all(calls: Iterable[Callable[[], object]]) -> None:
     """Side by side; whoever fails fails again where it is timed."""
 
@@ -318,13 +262,6 @@ def compile_all(calls: Iterable[Callable[[], object]]) -> None:
 
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(compile_one, calls))
-
-
-def time_tiles(tiles: Tiles, x: torch.Tensor, copies: list[torch.Tensor], replays: int) -> float:
-    if not torch.equal(linear_on_gpu(x, copies[0], tiles=tiles), linear_on_gpu(x, copies[0])):
-        print(f"  {tiles}: OTHER BITS than the table's")
-    weights = [copies[i % len(copies)] for i in range(CALLS)]
-    return statistics.median(graph_times([partial(linear_on_gpu, x, w, tiles=tiles) for w in weights], replays))
 
 
 def main() -> None:
@@ -340,9 +277,7 @@ def main() -> None:
         "attention": lambda: bench_attention(bench),
     }
     parser.add_argument("--only", choices=parts, nargs="*", help="some of the parts")
-    parser.add_argument("--tiles", action="store_true", help="try the tiles of the linear layer, and nothing else")
     parser.add_argument("--chunk-tiles", action="store_true", help="try those of the chunked scan, and nothing else")
-    parser.add_argument("--seconds", type=float, default=60, help="of --tiles, about")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: the times would say nothing")
@@ -350,11 +285,9 @@ def main() -> None:
     bench = Bench(options.replays)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     print(f"ceilings: copy {bench.tb_s:.2f} TB/s, read plus write; {TFLOPS:.0f} TFLOP/s, bf16")
-    if options.tiles:
-        sweep_tiles(bench, options.seconds)
     if options.chunk_tiles:
         bench_chunks(bench, [ChunkTiles(*sizes) for sizes in product((32, 64), (1, 2, 4), (4, 8), (2, 3))])
-    for part in () if options.tiles or options.chunk_tiles else options.only or parts:
+    for part in () if options.chunk_tiles else options.only or parts:
         parts[part]()
     result = {"device": torch.cuda.get_device_name(), "copy_tb_s": round(bench.tb_s, 3), "results": bench.results}
     print(json.dumps(result))

@@ -1,0 +1,162 @@
+#!/usr/bin/env python3
+"""How fast the linear layers of a model are one after another, as in a step: chains of layers in a CUDA graph.
+
+A layer here is norm, first product, second product, norm, third, fourth; its time covers launches and what kernels
+hide of each other, which single calls do not show. The limit is the weights' bytes at the measured copy rate, or the
+operations at 790 TFLOP/s. `--tiles` also tries other tiles for each line of the kernel's tables, the library left out
+of what they serve. Ends in one JSON line. Needs a CUDA device.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from statistics import median
+
+import torch
+from device_times import graph_times
+from machine_rates import copy_rate
+
+from mambalign.kernels import linear as library
+from mambalign.kernels import linear_triton
+from mambalign.kernels.linear import check_linear_invariance, linear, linear_for_sum
+from mambalign.kernels.linear_triton import Tiles, linear_on_gpu, segments_of
+from mambalign.kernels.rms_norm import add_rms_norm
+
+DEVICE, HIDDEN, TFLOPS = "cuda", 4096, 790.0
+LAYERS = 6  # of a chain, of weights of their own: more than the L2 cache holds
+ROWS = (1, 4, 16, 32, 64, 96, 128, 192, 256, 2048, 8192)
+TABLE_ROWS = (16, 32, 64, 128, 256)
+MODELS = {  # the four products of a layer: (K, N) each
+    "8B Nemotron-H": ((HIDDEN, 18560), (8192, HIDDEN), (HIDDEN, 21504), (21504, HIDDEN)),
+    "9B Qwen3.5": ((HIDDEN, 12352), (HIDDEN, HIDDEN), (HIDDEN, 24576), (12288, HIDDEN)),
+}
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) / 64
+
+
+@dataclass
+class Chain:
+    """Layers of one model."""
+
+    name: str
+    weights: list[list[torch.Tensor]]
+    norm: torch.Tensor
+
+    @classmethod
+    def of(cls, name: str) -> "Chain":
+        weights = [[half(*shape) for shape in MODELS[name]] for _ in range(LAYERS)]
+        check_linear_invariance(weights[0])
+        return cls(name, weights, torch.ones(HIDDEN, device=DEVICE))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """x [M, hidden]. A product's columns beyond what the next one takes are left out."""
+        residual = x
+        for first, second, third, fourth in self.weights:
+            x, residual = add_rms_norm(x, residual, self.norm, 1e-5)
+            x = linear_for_sum(linear(x, first)[:, : len(second)].contiguous(), second)
+            x, residual = add_rms_norm(x, residual, self.norm, 1e-5)
+            activation = "relu2" if third.shape[1] == len(fourth) else None
+            x = linear_for_sum(linear(x, third, activation=activation)[:, : len(fourth)].contiguous(), fourth)
+        return x
+
+    def layer_us(self, num_rows: int, replays: int) -> list[float]:
+        """Microseconds a layer, one number a replay."""
+        return [us / LAYERS for us in graph_times([partial(self.run, half(num_rows, HIDDEN))], replays)]
+
+    def limit_us(self, num_rows: int, bytes_per_us: float) -> float:
+        elements = sum(weight.numel() for weight in self.weights[0])
+        return max(2 * elements / bytes_per_us, 2 * num_rows * elements / (TFLOPS * 1e6))
+
+
+def candidates(most_rows: int) -> Iterator[Tiles]:
+    """Tiles worth a try for so many rows, fetched by the copy engine."""
+    if most_rows <= 32:
+        sizes = ((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (128, 64, 4, 4), (128, 64, 4, 5), (128, 128, 4, 3))
+        sizes += ((64, 256, 4, 3), (32, 256, 4, 4), (64, 64, 4, 7))
+        yield from (Tiles(most_rows, *each, tma=True) for each in sizes)
+        return
+    for block_m, sizes in (
+        (64, ((64, 64, 4, 5), (64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 3))),
+        (128, ((64, 64, 4, 4), (64, 64, 8, 4), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3))),
+        (256, ((64, 64, 8, 4), (128, 64, 8, 3))),
+    ):
+        if block_m <= most_rows:
+            yield from (Tiles(block_m, *each, tma=True) for each in sizes)
+
+
+def try_tiles(chain: Chain, replays: int) -> list[dict]:
+    """A layer's time with each candidate in a line of the tables, the line's own tiles first."""
+    tried, results = {}, []
+    for rows, has_segments in product(TABLE_ROWS, (True, False)):
+        own = dict(linear_triton._TILES[2, has_segments])[rows]
+        tiles = [own, *(each._replace(split=has_segments) for each in candidates(rows))]
+        tried[rows, has_segments] = list(dict.fromkeys(tiles))
+    shapes = {has: [w for w in chain.weights[0] if (segments_of(*w.shape)[0] > 1) == has] for has in (True, False)}
+    jobs = [
+        partial(linear_on_gpu, half(rows, len(weight)), weight, tiles=each)
+        for (rows, has_segments), tiles in tried.items()
+        for each, weight in product(tiles, shapes[has_segments])
+    ]
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(_compile, jobs))
+    known = dict(library._library_rows)
+    for (rows, has_segments), tiles in tried.items():
+        table = linear_triton._TILES[2, has_segments]
+        place, before = [most for most, _ in table].index(rows), list(table)
+        for shape in known:
+            if (segments_of(*shape[:2])[0] > 1) == has_segments:
+                library._library_rows[shape] = set()
+        for each in tiles:
+            table[place] = (rows, each)
+            try:
+                us = median(chain.layer_us(rows, replays))
+            except Exception as error:  # too much shared memory
+                print(f"  {tuple(each)}: {str(error).splitlines()[0][:80]}")
+                continue
+            kind = "segments" if has_segments else "whole"
+            print(f"{chain.name:14} {rows:4} rows {kind:8} {tuple(each)} {us:8.1f} us", flush=True)
+            results.append({"model": chain.name, "rows": rows, "segments": has_segments, "tiles": each, "us": us})
+        table[:] = before
+        library._library_rows.update(known)
+    return results
+
+
+def _compile(call: partial) -> None:
+    try:
+        call()
+    except Exception:  # it fails again where it is timed
+        return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replays", type=int, default=9, help="graph replays, of which the median counts")
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="numbers of rows")
+    parser.add_argument("--tiles", action="store_true", help="try other tiles too")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device: the times would say nothing")
+    torch.manual_seed(0)
+    rate, results, tried = copy_rate(), [], []
+    print(f"{torch.cuda.get_device_name()}: copies at {rate:.2f} TB/s, read plus written; {TFLOPS:.0f} TFLOP/s")
+    for name in MODELS:
+        chain = Chain.of(name)
+        for rows in options.rows:
+            times, limit = chain.layer_us(rows, options.replays), chain.limit_us(rows, rate * 1e6)
+            us = median(times)
+            spread = f"[{min(times):.1f} .. {max(times):.1f}]"
+            print(f"{name:14} {rows:5} rows {us:8.1f} us a layer {spread}, limit {limit:7.1f}, {us / limit:.2f} of it")
+            results.append({"model": name, "rows": rows, "us": round(us, 1), "limit_us": round(limit, 1)})
+        tried += try_tiles(chain, options.replays) if options.tiles else []
+        del chain
+    print(json.dumps({"device": torch.cuda.get_device_name(), "copy_tb_s": rate, "results": results, "tiles": tried}))
+
+
+if __name__ == "__main__":
+    main()
