@@ -1,7 +1,7 @@
-"""The migration kernels themselves while serving: a server whose copies run through Triton's interpreter.
+"""The kernels of migration and of a step's numbers while serving: a server that runs them through Triton's interpreter.
 
 The other suites of a machine without a GPU serve with each kernel's torch reference. Here one server a runner and
-layout runs the kernels, with every copy checked against the scalar path, and its texts against the oracle.
+layout runs those kernels, with every copy checked against the scalar path, and its texts against the oracle.
 """
 
 import openai

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
+from mambalign.kernels.launch import runs_kernel
 from mambalign.kernels.step_addresses import token_slots_reference
 
 BLOCK = 128
@@ -102,7 +103,7 @@ def draft_addresses_reference(
 
 def draft_addresses(*arguments) -> DraftAddresses:
     """`draft_addresses_reference`."""
-    return (draft_addresses_on_gpu if arguments[0].is_cuda else draft_addresses_reference)(*arguments)
+    return (draft_addresses_on_gpu if runs_kernel(arguments[0]) else draft_addresses_reference)(*arguments)
 
 
 def draft_addresses_on_gpu(

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
+from mambalign.kernels.launch import runs_kernel
 
 BLOCK = 256
 
@@ -134,12 +135,12 @@ def _places(query_start: torch.Tensor, query_len: torch.Tensor, width: int) -> t
 
 def pad_rows(*arguments: torch.Tensor) -> None:
     """`pad_rows_reference`."""
-    (pad_rows_on_gpu if arguments[0].is_cuda else pad_rows_reference)(*arguments)
+    (pad_rows_on_gpu if runs_kernel(arguments[0]) else pad_rows_reference)(*arguments)
 
 
 def pad_sampled(*arguments: torch.Tensor) -> None:
     """`pad_sampled_reference`."""
-    (pad_sampled_on_gpu if arguments[0].is_cuda else pad_sampled_reference)(*arguments)
+    (pad_sampled_on_gpu if runs_kernel(arguments[0]) else pad_sampled_reference)(*arguments)
 
 
 def pad_rows_on_gpu(

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
+from mambalign.kernels.launch import runs_kernel
 
 BLOCK = 128
 
@@ -133,12 +134,12 @@ def advance_slots_reference(
 
 def gather_slots(*arguments: torch.Tensor):
     """`gather_slots_reference`."""
-    return (gather_slots_on_gpu if arguments[0].is_cuda else gather_slots_reference)(*arguments)
+    return (gather_slots_on_gpu if runs_kernel(arguments[0]) else gather_slots_reference)(*arguments)
 
 
 def advance_slots(*arguments):
     """`advance_slots_reference`."""
-    return (advance_slots_on_gpu if arguments[0].is_cuda else advance_slots_reference)(*arguments)
+    return (advance_slots_on_gpu if runs_kernel(arguments[0]) else advance_slots_reference)(*arguments)
 
 
 def gather_slots_on_gpu(slots, row, offset, token_ids, num_computed, running_column, num_accepted, next_token, drafts):

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
+from mambalign.kernels.launch import runs_kernel
 
 MISSING = -1  # a draft that is not there, or a place that is not sampled: equal to no token
 
@@ -92,7 +93,7 @@ def verify_drafts(
     sampled, token_ids, query_start, query_len, is_decode, sample_start, num_samples, num_drafts, wanted=None
 ):
     """`verify_drafts_reference`."""
-    run = verify_drafts_on_gpu if sampled.is_cuda else verify_drafts_reference
+    run = verify_drafts_on_gpu if runs_kernel(sampled) else verify_drafts_reference
     rows = (query_start, query_len, is_decode, sample_start, num_samples)
     return run(sampled, token_ids, *rows, num_drafts, wanted)
 

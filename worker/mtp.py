@@ -10,6 +10,7 @@ import torch
 
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.draft_addresses import draft_addresses
+from mambalign.kernels.gather_rows import gather_rows
 from mambalign.kernels.sampling import argmax_rows
 from mambalign.kernels.step_addresses import token_slots
 from mambalign.worker.forward_batch import NO_TOKEN, StepRows
@@ -77,7 +78,7 @@ class MtpProposer:
         if self.model.mtp_keys_come_first:
             hidden = self.model.mtp_forward(*inputs, OutputTokens(at.last, passes[0]))
         else:
-            hidden = self.model.mtp_forward(*inputs).index_select(0, at.last)
+            hidden = gather_rows(self.model.mtp_forward(*inputs), at.last)
         drafts = torch.empty(len(at.last), self.num_spec_tokens, dtype=torch.int64, device=hidden.device)
         argmax_rows(self.model.mtp_logits(hidden), drafts[:, 0])
         for i in range(1, self.num_spec_tokens):
