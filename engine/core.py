@@ -87,6 +87,7 @@ class EngineCore:
             raise ConfigError(f"{self.facts.name} has no weights of an MTP head; use --spec-method ngram")
         if on_cuda:
             say("measuring memory, compiling kernels")
+            self._check_chunks()
             self._plan_memory(self.config.cache.cache_memory or self._cuda_cache_memory())
         self.vocab_size: int = self.model.vocab_size
         self.eos_token_ids: list[int] = list(self.model.eos_token_ids)
@@ -115,6 +116,14 @@ class EngineCore:
         self._attention_specs = parsed.attention_specs(dtype, with_drafter=drafts_by_mtp)
         self._state_specs = parsed.state_specs(dtype, state_dtype, with_drafter=drafts_by_mtp)
         self._conv_width = parsed.conv_width
+
+    def _check_chunks(self) -> None:
+        state_dtype = getattr(torch, self.config.cache.mamba_ssm_cache_dtype)
+        if self._chunk_tokens is not None and not self.model.chunks_are_right(state_dtype):
+            raise ConfigError(
+                f"--prefill-scan chunked: on this device the scan by chunks gives wrong values for {self.facts.name}; "
+                "use --prefill-scan recurrent"
+            )
 
     def _refuse_large_weights(self, path: Path) -> None:
         free, total = torch.cuda.mem_get_info()

@@ -30,6 +30,7 @@ from mambalign.kernels.gated_delta_rule import NORM_EPS, unit
 from mambalign.kernels.mamba2_chunk_scan import by_head
 from mambalign.kernels.rows import ROW_POINTERS, MambaRows
 
+CHECKED_TO = 0.03  # of the largest value: 16-bit operands were found within 0.01
 ROWS_AT_A_TIME = 64  # among which a program of the first launch looks for its chunk
 
 
@@ -207,3 +208,50 @@ def gated_delta_chunk_scan_varlen(
     assert temporal_state.is_contiguous() and A.dtype == dt_bias.dtype == torch.float32
     run = gated_delta_chunk_scan_varlen_triton if v.is_cuda else gated_delta_chunk_scan_varlen_reference
     return run(q, k, v, a_raw, b_raw, A, dt_bias, temporal_state, rows, o)
+
+
+def chunks_are_right(
+    num_heads: int,
+    key_heads: int,
+    v_dim: int,
+    k_dim: int,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    device: torch.device | str,
+) -> bool:
+    """Whether the launches give the reference's values on this device, for heads of a model's sizes.
+
+    Two rows, one of them from a state, each with a short last chunk; keys that almost repeat in one of them.
+    """
+    lengths, generator = (2 * DELTA_CHUNK + 22, DELTA_CHUNK + 6), torch.Generator().manual_seed(0)
+    num_tokens, num_states = sum(lengths), 4
+    shapes = [(key_heads, k_dim), (key_heads, k_dim), (num_heads, v_dim), (num_heads,), (num_heads,)]
+    inputs = [torch.randn(num_tokens, *shape, generator=generator) for shape in shapes]
+    inputs[1][lengths[0] :] = inputs[1][lengths[0]] + 0.01 * inputs[1][lengths[0] :]
+    inputs = [each.to(dtype).to(device) for each in inputs]
+    A, dt_bias = -torch.rand(num_heads, generator=generator), torch.randn(num_heads, generator=generator)
+    state_block = torch.full((num_tokens,), -1, dtype=torch.int32)
+    state_block[[DELTA_CHUNK - 1, lengths[0] - 1, num_tokens - 1]] = torch.arange(1, num_states, dtype=torch.int32)
+    of_rows = [[0, lengths[0]], lengths, [0, 3], [0, 0], [-1, 0], [0, 0]]  # the second row begins in block 0
+    query_start, query_len, conv_block, conv_offset, temporal_block, is_decode = (
+        torch.tensor(each, dtype=torch.int32, device=device) for each in of_rows
+    )
+    rows = MambaRows(
+        query_start=query_start,
+        query_len=query_len,
+        max_query_len=max(lengths),
+        conv_block=conv_block,
+        conv_offset=conv_offset,
+        temporal_block=temporal_block,
+        is_decode=is_decode,
+        state_block=state_block.to(device),
+        all_decode=False,
+    )
+    states = torch.randn(num_states, num_heads, v_dim, k_dim, generator=generator).to(state_dtype).to(device)
+    results = []
+    for run in (gated_delta_chunk_scan_varlen_reference, gated_delta_chunk_scan_varlen):
+        state = states.clone()
+        results.append((run(*inputs, A.to(device), dt_bias.to(device), state, rows), state.float()))
+    return all(
+        bool((got - want).abs().max() <= CHECKED_TO * want.abs().max()) for want, got in zip(*results, strict=True)
+    )

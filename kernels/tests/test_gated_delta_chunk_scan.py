@@ -130,6 +130,24 @@ def test_triton_looks_through_many_rows(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @INTERPRETED
+def test_wrong_values_are_found_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = with_kernels(gated_delta_chunk_scan)
+    run = module.gated_delta_chunk_scan_varlen_triton
+    sizes = (4, 2, 10, 12, HALF, torch.float32, DEVICE)
+    monkeypatch.setattr(module, "gated_delta_chunk_scan_varlen", run)
+    assert module.chunks_are_right(*sizes)
+    for wrong in (float("nan"), 0.05):
+
+        def faulty(*arguments, wrong=wrong):
+            o = run(*arguments)
+            o[5, 1] += wrong * o.abs().max()
+            return o
+
+        monkeypatch.setattr(module, "gated_delta_chunk_scan_varlen", faulty)
+        assert not module.chunks_are_right(*sizes)
+
+
+@INTERPRETED
 @pytest.mark.parametrize("path", ["cpu", "triton"])
 def test_steps_without_rows(path: str) -> None:
     layer = ChunkLayer(SHAPES[1], path)

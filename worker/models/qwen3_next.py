@@ -11,6 +11,7 @@ import torch
 
 from mambalign.kernels.chunk_shape import DELTA_CHUNK
 from mambalign.kernels.expert_routing import Routing
+from mambalign.kernels.gated_delta_chunk_scan import chunks_are_right
 from mambalign.worker.models.gated_attention import GatedAttention
 from mambalign.worker.models.gated_delta_net import GatedDeltaNet
 from mambalign.worker.models.gated_mlp import GatedMLP
@@ -173,6 +174,12 @@ class Qwen3Next(HybridModel):
 
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return run_blocks(self.blocks, self.final_norm, x, context)
+
+    def chunks_are_right(self, temporal_dtype: torch.dtype) -> bool:
+        config = self.config
+        heads = config.linear_num_value_heads, config.linear_num_key_heads
+        sizes = config.linear_value_head_dim, config.linear_key_head_dim
+        return chunks_are_right(*heads, *sizes, self.dtype, temporal_dtype, self.embedding.device)
 
     def _mtp_head(self, weights: Weights) -> MtpHead:
         config = self.config
