@@ -182,7 +182,7 @@ def gated_delta_chunk_scan_varlen_triton(
         ROWS_AT_A_TIME, NORM_EPS, num_warps=DELTA_NUM_WARPS, **pdl(v.device),
     )  # fmt: skip
     block_v = min(block_v, DELTA_BLOCK_V)
-    num_stages = DELTA_NUM_STAGES if v.element_size() == 2 and block_k <= 128 else 1  # what fits
+    num_stages = DELTA_NUM_STAGES if v.element_size() == 2 and 64 <= block_k <= 128 else 1  # what fits and gains by it
     gated_delta_chunk_scan_kernel[num_heads * triton.cdiv(v_dim, block_v), num_rows](
         q, w, u, left, mix, scale, temporal_state, o,
         rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,
