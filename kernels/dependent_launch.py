@@ -16,9 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-USE_PDL = (
-    os.environ.get("MAMBALIGN_PDL", "1") == "1"
-)  # its ablation: a kernel is launched when the one before has ended
+USE_PDL = os.environ.get("MAMBALIGN_PDL", "1") == "1"  # its ablation: a kernel comes in when the one before has ended
 
 
 @cache
