@@ -4,6 +4,7 @@ import logging
 
 import pytest
 from broken_copy import BrokenCopy
+from run_core import run, token_ids
 from server_process import ServerProcess, call, metrics_text
 
 from mambalign.engine import LLM, SamplingParams
@@ -41,23 +42,10 @@ def add(core: EngineCore, request_id: str, prompt: str) -> None:
     core.add_request(EngineRequest(request_id, core.tokenizer.encode(PROMPTS[prompt]), PARAMS))
 
 
-def run(core: EngineCore) -> dict[str, list[EngineOutput]]:
-    outputs: dict[str, list[EngineOutput]] = {}
-    while core.has_work():
-        for output in core.step():
-            outputs.setdefault(output.request_id, []).append(output)
-        core.check()
-    return outputs
-
-
 def run_all(core: EngineCore) -> dict[str, list[EngineOutput]]:
     for name in PROMPTS:
         add(core, name, name)
     return run(core)
-
-
-def token_ids(outputs: list[EngineOutput]) -> list[int]:
-    return [token for output in outputs for token in output.new_token_ids]
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, core: EngineCore, **how: int) -> BrokenCopy:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_core
 import torch
+from run_core import token_ids
 from safetensors.torch import load_file, save_file
 from server_process import ServerProcess, call
 
@@ -74,28 +76,20 @@ def add(core: EngineCore, name: str, prompt: list[int], **params: Any) -> None:
 
 
 def run(core: EngineCore) -> dict[str, list[EngineOutput]]:
-    outputs: dict[str, list[EngineOutput]] = {}
-    while core.has_work():
-        for output in core.step():
-            outputs.setdefault(output.request_id, []).append(output)
-        core.check()
+    outputs = run_core.run(core)
     assert all(num_free == num_usable for num_free, num_usable in core.free_blocks().values())
     return outputs
 
 
-def tokens(outputs: list[EngineOutput]) -> list[int]:
-    return [token for output in outputs for token in output.new_token_ids]
-
-
 def assert_fails(outputs: list[EngineOutput], *given: int) -> None:
-    assert (tokens(outputs), outputs[-1].finish_reason, outputs[-1].error) == (list(given), "error", NOT_NUMBERS)
+    assert (token_ids(outputs), outputs[-1].finish_reason, outputs[-1].error) == (list(given), "error", NOT_NUMBERS)
     assert all(output.finish_reason is None for output in outputs[:-1])
 
 
 def run_sound(core: EngineCore) -> dict[str, list[int]]:
     for name, prompt in SOUND.items():
         add(core, name, prompt, temperature=0.0)
-    return {name: tokens(outputs) for name, outputs in run(core).items()}
+    return {name: token_ids(outputs) for name, outputs in run(core).items()}
 
 
 def test_every_way_of_taking_a_token_fails_and_the_neighbours_go_on(core: EngineCore) -> None:
@@ -109,7 +103,7 @@ def test_every_way_of_taking_a_token_fails_and_the_neighbours_go_on(core: Engine
         outputs = run(core)
         for name in WAYS:
             assert_fails(outputs[name])
-        assert {name: tokens(outputs[name]) for name in SOUND} == alone
+        assert {name: token_ids(outputs[name]) for name in SOUND} == alone
         assert outputs["greedy"][-1].num_cached_tokens == outputs["a"][-1].num_cached_tokens == 2 * BLOCK
 
 
