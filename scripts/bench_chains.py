@@ -10,14 +10,13 @@ of what they serve. Ends in one JSON line. Needs a CUDA device.
 import argparse
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import median
 
 import torch
-from device_times import graph_times
+from device_times import compile_all, graph_times
 from machine_rates import copy_rate
 
 from mambalign.kernels import linear as library
@@ -98,13 +97,11 @@ def try_tiles(chain: Chain, replays: int) -> list[dict]:
         tiles = [own, *(each._replace(split=has_segments) for each in candidates(rows))]
         tried[rows, has_segments] = list(dict.fromkeys(tiles))
     shapes = {has: [w for w in chain.weights[0] if (segments_of(*w.shape)[0] > 1) == has] for has in (True, False)}
-    jobs = [
+    compile_all(
         partial(linear_on_gpu, half(rows, len(weight)), weight, tiles=each)
         for (rows, has_segments), tiles in tried.items()
         for each, weight in product(tiles, shapes[has_segments])
-    ]
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(_compile, jobs))
+    )
     known = dict(library._library_rows)
     for (rows, has_segments), tiles in tried.items():
         table = linear_triton._TILES[2, has_segments]
@@ -125,13 +122,6 @@ def try_tiles(chain: Chain, replays: int) -> list[dict]:
         table[:] = before
         library._library_rows.update(known)
     return results
-
-
-def _compile(call: partial) -> None:
-    try:
-        call()
-    except Exception:  # it fails again where it is timed
-        return
 
 
 def main() -> None:

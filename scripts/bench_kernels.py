@@ -11,14 +11,13 @@ import argparse
 import importlib
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 
 import torch
 import triton
-from device_times import graph_times
+from device_times import compile_all, graph_times
 from machine_rates import copy_rate
 
 from mambalign.kernels.activation import relu2
@@ -114,9 +113,9 @@ def bench_row_kernels(bench: Bench, rows: list[int]) -> None:
         if m <= HEAD_ROWS:
             logits, ids = torch.randn(m, VOCAB, device=DEVICE), torch.randint(2, (m * (DRAFTS + 1),), device=DEVICE)
             start, query_len = int32(range(0, len(ids), DRAFTS + 1)), int32([DRAFTS + 1] * m)
-            rows = (start, query_len, query_len, start, query_len)
+            of_rows = (start, query_len, query_len, start, query_len)
             calls["argmax_rows"] = (4 * logits.numel(), partial(argmax_rows, logits))
-            calls["verify_drafts"] = (132 * m, partial(verify_drafts, ids, ids, *rows, DRAFTS))
+            calls["verify_drafts"] = (132 * m, partial(verify_drafts, ids, ids, *of_rows, DRAFTS))
         for name, (num_bytes, call) in calls.items():
             bench.report(name, m, [call] * CALLS, bench.limit_us(num_bytes))
 
@@ -249,19 +248,6 @@ def bench_attention(bench: Bench) -> None:
         limit = bench.limit_us(2 * keys.numel() * 2 + 4 * query.numel(), operations)
         calls = [partial(attend, query, keys, values, rows, ATTENTION_DIM**-0.5)] * CALLS
         bench.report(f"attention {num_rows} rows of {q} after {context}", num_rows * q, calls, limit)
-
-
-def compile_all(calls: Iterable[Callable[[], object]]) -> None:
-    """Side by side; whoever fails fails again where it is timed."""
-
-    def compile_one(call: Callable[[], object]) -> None:
-        try:
-            call()
-        except Exception:  # reported by the timing
-            return
-
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(compile_one, calls))
 
 
 def main() -> None:
