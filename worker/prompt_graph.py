@@ -6,13 +6,13 @@ row of a fixed number of tokens, which samples after its last; tokens behind tha
 
 import torch
 
-from mambalign.kernels.padded_rows import pad_rows
 from mambalign.worker.forward_batch import NO_BLOCK, NO_TOKEN, StepLayout, StepRows
+from mambalign.worker.padded_step import PaddedStep
 
 SIZES = (32, 64, 128, 192, 256, 384, 512)  # tokens
 
 
-class PromptGraph:
+class PromptGraph(PaddedStep):
     """One row of up to `num_tokens` tokens of a prompt: its inputs. by_chunk: how prompts are scanned."""
 
     def __init__(
@@ -26,7 +26,7 @@ class PromptGraph:
     ):
         int32 = dict(dtype=torch.int32, device=device)
         tokens, row = torch.arange(num_tokens, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-        self.numbers = torch.zeros(4, 1, **int32)  # as `pad_rows` writes them
+        numbers = torch.zeros(4, 1, **int32)
         self.num_final = torch.zeros(1, **int32)
         self.sampled = torch.zeros_like(row)
         layout = StepLayout(
@@ -37,7 +37,7 @@ class PromptGraph:
             max_context_len=max_context_len,
             all_decode=False,
             query_start=torch.zeros(1, **int32),
-            query_len=self.numbers[0],
+            query_len=numbers[0],
             is_decode=torch.zeros(1, **int32),
             samples_of_row=torch.ones(1, **int32),
             sample_start=torch.zeros(1, **int32),
@@ -54,16 +54,7 @@ class PromptGraph:
             is_by_chunk=torch.ones(1, **int32) if by_chunk else None,
             num_by_chunk=int(by_chunk),
         )
-        self.rows = StepRows(
-            layout,
-            self.numbers[1],
-            self.numbers[2],
-            self.numbers[3],
-            torch.zeros(1, num_columns, **int32),
-            layout.token_ids,
-        )
-        self._place = torch.zeros_like(tokens)
-        self._num_given = num_tokens
+        super().__init__(layout, numbers, num_columns)
 
     def holds(self, layout: StepLayout) -> bool:
         """Whether a step is one such row."""
@@ -77,23 +68,8 @@ class PromptGraph:
 
     def load(self, rows: StepRows) -> None:
         """Copy a step in."""
-        given, layout = rows.layout, self.rows.layout
-        num_tokens = self._num_given = given.num_tokens
-        pad_rows(
-            given.query_start,
-            given.query_len,
-            rows.num_computed,
-            rows.running_column,
-            rows.num_accepted,
-            rows.token_ids,
-            rows.mamba_table,
-            given.kv_table,
-            self.numbers,
-            self.rows.token_ids,
-            self._place,
-            self.rows.mamba_table,
-            layout.kv_table,
-        )
+        super().load(rows)
+        given, layout, num_tokens = rows.layout, self.rows.layout, rows.layout.num_tokens
         layout.next_token_ids[:num_tokens].copy_(given.next_token_ids)
         layout.boundary_block[:num_tokens].copy_(given.boundary_block)
         layout.sample_index.copy_(given.sample_index)
@@ -101,7 +77,7 @@ class PromptGraph:
 
     def take(self, of_tokens: torch.Tensor) -> torch.Tensor:
         """[T, ..] of the step's own tokens."""
-        return of_tokens[: self._num_given]
+        return of_tokens[: self._given.num_tokens]
 
     def put_sampled(self, sampled: torch.Tensor, num_final: torch.Tensor) -> None:
         """Copy in what the drafter's pass needs: the sampled token, int64 [1], and how many are final, int32 [1]."""

@@ -13,8 +13,9 @@ from functools import partial
 import torch
 
 from mambalign.kernels.gather_rows import gather_rows
-from mambalign.kernels.padded_rows import pad_rows, pad_sampled
+from mambalign.kernels.padded_rows import pad_sampled
 from mambalign.worker.forward_batch import NO_BLOCK, NO_TOKEN, StepLayout, StepRows
+from mambalign.worker.padded_step import PaddedStep
 from mambalign.worker.prompt_graph import SIZES, PromptGraph
 
 LARGEST = 256  # rows
@@ -27,7 +28,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
-class DecodeGraph:
+class DecodeGraph(PaddedStep):
     """`num_rows` rows of `num_spec_tokens + 1` tokens: their inputs, and the two captured passes."""
 
     def __init__(
@@ -42,7 +43,7 @@ class DecodeGraph:
         width, int32 = num_spec_tokens + 1, dict(dtype=torch.int32, device=device)
         num_tokens = num_rows * width
         rows, tokens = torch.arange(num_rows, device=device), torch.arange(num_tokens, device=device)
-        self.numbers = torch.zeros(4, num_rows, **int32)  # as `pad_rows` writes them
+        numbers = torch.zeros(4, num_rows, **int32)
         self.num_final = torch.zeros(num_rows, **int32)
         self.sampled = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         layout = StepLayout(
@@ -53,9 +54,9 @@ class DecodeGraph:
             max_context_len=max_context_len,
             all_decode=True,
             query_start=(rows * width).int(),
-            query_len=self.numbers[0],
+            query_len=numbers[0],
             is_decode=torch.ones(num_rows, **int32),
-            samples_of_row=self.numbers[0],
+            samples_of_row=numbers[0],
             sample_start=(rows * width).int(),
             drafting=rows,
             resumed=rows[:0],
@@ -67,36 +68,7 @@ class DecodeGraph:
             sample_index=tokens,
             kv_table=torch.zeros(num_rows, num_kv_blocks, **int32),
         )
-        self.rows = StepRows(
-            layout,
-            self.numbers[1],
-            self.numbers[2],
-            self.numbers[3],
-            torch.zeros(num_rows, num_columns, **int32),
-            layout.token_ids,
-        )
-        self._place = torch.zeros_like(tokens)  # of each of the step's tokens, among the graph's
-        self._given = layout  # of the step
-
-    def load(self, rows: StepRows) -> None:
-        """Copy a step in; rows past its last become inert."""
-        given, layout = rows.layout, self.rows.layout
-        self._given = given
-        pad_rows(
-            given.query_start,
-            given.query_len,
-            rows.num_computed,
-            rows.running_column,
-            rows.num_accepted,
-            rows.token_ids,
-            rows.mamba_table,
-            given.kv_table,
-            self.numbers,
-            self.rows.token_ids,
-            self._place,
-            self.rows.mamba_table,
-            layout.kv_table,
-        )
+        super().__init__(layout, numbers, num_columns)
 
     def take(self, of_tokens: torch.Tensor) -> torch.Tensor:
         """[T, width] of the step's own tokens, which are all of the graph's when every row has all its drafts."""
