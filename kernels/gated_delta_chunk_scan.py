@@ -28,7 +28,7 @@ from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.gated_delta_chunk_solve import gated_delta_chunk_solve_kernel
 from mambalign.kernels.gated_delta_rule import NORM_EPS, unit
 from mambalign.kernels.mamba2_chunk_scan import by_head
-from mambalign.kernels.rows import ROW_POINTERS, MambaRows
+from mambalign.kernels.rows import ROW_POINTERS, MambaRows, walk_rows
 
 CHECKED_TO = 0.03  # of the largest value: 16-bit operands were found within 0.01
 ROWS_AT_A_TIME = 64  # among which a program of the first launch looks for its chunk
@@ -121,32 +121,26 @@ def gated_delta_chunk_scan_varlen_reference(
         o = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
     identity = torch.eye(DELTA_CHUNK, device=v.device)
     is_past = torch.ones_like(identity, dtype=torch.bool).tril()
-    starts, lengths, kept_blocks = rows.query_start.tolist(), rows.query_len.tolist(), rows.state_block.tolist()
-    for start, length, block in zip(starts, lengths, rows.temporal_block.tolist(), strict=True):
-        state = torch.zeros(temporal_state.shape[1:], dtype=torch.float32, device=v.device)
-        if length > 0 and block >= 0:
-            state = temporal_state[block].float()
-        for first in range(start, start + length, DELTA_CHUNK):
-            stop = min(first + DELTA_CHUNK, start + length)
-            in_row = torch.arange(DELTA_CHUNK, device=v.device)[:, None] < stop - first
-            b_q, b_k, b_v = (by_head(t[first:stop], DELTA_CHUNK) for t in (q, k, v))  # first, for shapes always alike
-            b_q, b_k = (unit(t).repeat_interleave(per_key_head, 0) for t in (b_q, b_k))
-            b_a, b_b = (by_head(t[first:stop, :, None], DELTA_CHUNK) for t in (a_raw, b_raw))  # [heads, CHUNK, 1]
-            beta = torch.sigmoid(b_b) * in_row
-            log_decay = (softplus(b_a + dt_bias[:, None, None]) * A[:, None, None] * in_row).double().cumsum(1)
-            from_start, to_end = log_decay.float().exp(), (log_decay[:, -1:] - log_decay).float().exp()
-            gap = (log_decay - log_decay.transpose(1, 2)).float().masked_fill(~is_past, -torch.inf).exp()
-            lower = (beta * gap * (b_k @ b_k.transpose(1, 2))).tril(-1) + identity
-            right = beta * torch.cat([from_start * b_k, b_v], 2)
-            solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
-            w, u = solved.split([k_dim, v_dim], 2)
-            added = u - w @ state.transpose(1, 2)
-            b_o = from_start * (b_q @ state.transpose(1, 2)) + (gap * (b_q @ b_k.transpose(1, 2))) @ added
-            o[first:stop] = (b_o * k_dim**-0.5).transpose(0, 1)[: stop - first]
-            state = from_start[:, -1:] * state + added.transpose(1, 2) @ (to_end * b_k)
-            state = state.to(temporal_state.dtype).float()
-            if kept_blocks[stop - 1] >= 0:
-                temporal_state[kept_blocks[stop - 1]] = state.to(temporal_state.dtype)
+
+    def advance(first: int, stop: int, state: torch.Tensor) -> torch.Tensor:
+        in_row = torch.arange(DELTA_CHUNK, device=v.device)[:, None] < stop - first
+        b_q, b_k, b_v = (by_head(t[first:stop], DELTA_CHUNK) for t in (q, k, v))  # first, for shapes always alike
+        b_q, b_k = (unit(t).repeat_interleave(per_key_head, 0) for t in (b_q, b_k))
+        b_a, b_b = (by_head(t[first:stop, :, None], DELTA_CHUNK) for t in (a_raw, b_raw))  # [heads, CHUNK, 1]
+        beta = torch.sigmoid(b_b) * in_row
+        log_decay = (softplus(b_a + dt_bias[:, None, None]) * A[:, None, None] * in_row).double().cumsum(1)
+        from_start, to_end = log_decay.float().exp(), (log_decay[:, -1:] - log_decay).float().exp()
+        gap = (log_decay - log_decay.transpose(1, 2)).float().masked_fill(~is_past, -torch.inf).exp()
+        lower = (beta * gap * (b_k @ b_k.transpose(1, 2))).tril(-1) + identity
+        right = beta * torch.cat([from_start * b_k, b_v], 2)
+        solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+        w, u = solved.split([k_dim, v_dim], 2)
+        added = u - w @ state.transpose(1, 2)
+        b_o = from_start * (b_q @ state.transpose(1, 2)) + (gap * (b_q @ b_k.transpose(1, 2))) @ added
+        o[first:stop] = (b_o * k_dim**-0.5).transpose(0, 1)[: stop - first]
+        return from_start[:, -1:] * state + added.transpose(1, 2) @ (to_end * b_k)
+
+    walk_rows(rows, temporal_state, advance, DELTA_CHUNK)
     return o
 
 

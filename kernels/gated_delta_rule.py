@@ -20,7 +20,7 @@ import triton.language as tl
 from mambalign.kernels.activation import softplus
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.mamba2_scan import load_quarters, store_quarters, time_steps
-from mambalign.kernels.rows import ROW_POINTERS, MambaRows
+from mambalign.kernels.rows import ROW_POINTERS, MambaRows, walk_rows
 
 NORM_EPS = 1e-6  # under the root of a key's and a query's length
 THREAD_ELEMENTS = 32  # of the state, in registers
@@ -47,21 +47,17 @@ def gated_delta_rule_varlen_reference(
     """
     per_key_head, k_dim = v.shape[1] // k.shape[1], k.shape[2]
     o = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
-    starts, lengths, kept_blocks = rows.query_start.tolist(), rows.query_len.tolist(), rows.state_block.tolist()
-    for start, length, block in zip(starts, lengths, rows.temporal_block.tolist(), strict=True):
-        state = torch.zeros(temporal_state.shape[1:], dtype=torch.float32, device=v.device)
-        if length > 0 and block >= 0:
-            state = temporal_state[block].float()
-        for token in range(start, start + length):
-            b_q, b_k = (unit(t[token].float()).repeat_interleave(per_key_head, 0) for t in (q, k))
-            decay = torch.exp(softplus(a_raw[token] + dt_bias) * A)[:, None]
-            beta = torch.sigmoid(b_raw[token].float())[:, None]
-            delta = (v[token].float() - decay * (state * b_k[:, None]).sum(-1)) * beta
-            state = state * decay[:, None] + delta[:, :, None] * b_k[:, None]
-            o[token] = (state * b_q[:, None]).sum(-1) * k_dim**-0.5
-            state = state.to(temporal_state.dtype).float()
-            if kept_blocks[token] >= 0:
-                temporal_state[kept_blocks[token]] = state.to(temporal_state.dtype)
+
+    def advance(token: int, _: int, state: torch.Tensor) -> torch.Tensor:
+        b_q, b_k = (unit(t[token].float()).repeat_interleave(per_key_head, 0) for t in (q, k))
+        decay = torch.exp(softplus(a_raw[token] + dt_bias) * A)[:, None]
+        beta = torch.sigmoid(b_raw[token].float())[:, None]
+        delta = (v[token].float() - decay * (state * b_k[:, None]).sum(-1)) * beta
+        state = state * decay[:, None] + delta[:, :, None] * b_k[:, None]
+        o[token] = (state * b_q[:, None]).sum(-1) * k_dim**-0.5
+        return state
+
+    walk_rows(rows, temporal_state, advance)
     return o
 
 

@@ -25,7 +25,7 @@ from mambalign.kernels.activation import softplus
 from mambalign.kernels.chunk_shape import MAMBA2_CHUNK as CHUNK
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.mamba2_scan import time_steps
-from mambalign.kernels.rows import ROW_POINTERS, MambaRows
+from mambalign.kernels.rows import ROW_POINTERS, MambaRows, walk_rows
 
 LOG2_E = tl.constexpr(1 / log(2))  # a power of 2 takes fewer instructions than one of e
 
@@ -137,27 +137,22 @@ def mamba2_chunk_scan_varlen_reference(
     if y is None:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     is_past = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=x.device).tril()
-    starts, lengths, kept_blocks = rows.query_start.tolist(), rows.query_len.tolist(), rows.state_block.tolist()
-    for start, length, block in zip(starts, lengths, rows.temporal_block.tolist(), strict=True):
-        state = torch.zeros(temporal_state.shape[1:], dtype=torch.float32, device=x.device)
-        if length > 0 and block >= 0:
-            state = temporal_state[block].float()
-        for first in range(start, start + length, CHUNK):
-            stop = min(first + CHUNK, start + length)
-            dt = softplus(dt_raw[first:stop] + dt_bias).clamp(min=dt_min)
-            dt = by_head(dt[:, :, None], CHUNK)  # [heads, CHUNK, 1]
-            b_x = by_head(x[first:stop], CHUNK)
-            b_B, b_C = (by_head(t[first:stop], CHUNK).repeat_interleave(group_heads, 0) for t in (B, C))
-            log_decay = (dt * A[:, None, None]).cumsum(1)
-            last = log_decay[:, -1:]
-            gap = (log_decay - log_decay.transpose(1, 2)).masked_fill(~is_past, -torch.inf)
-            mix = (b_C @ b_B.transpose(1, 2)) * gap.exp() * dt.transpose(1, 2)
-            b_y = mix @ b_x + log_decay.exp() * (b_C @ state.transpose(1, 2)) + D[:, None, None] * b_x
-            y[first:stop] = b_y.transpose(0, 1)[: stop - first]
-            left = b_x * ((last - log_decay).exp() * dt)
-            state = (last.exp() * state + left.transpose(1, 2) @ b_B).to(temporal_state.dtype).float()
-            if kept_blocks[stop - 1] >= 0:
-                temporal_state[kept_blocks[stop - 1]] = state.to(temporal_state.dtype)
+
+    def advance(first: int, stop: int, state: torch.Tensor) -> torch.Tensor:
+        dt = softplus(dt_raw[first:stop] + dt_bias).clamp(min=dt_min)
+        dt = by_head(dt[:, :, None], CHUNK)  # [heads, CHUNK, 1]
+        b_x = by_head(x[first:stop], CHUNK)
+        b_B, b_C = (by_head(t[first:stop], CHUNK).repeat_interleave(group_heads, 0) for t in (B, C))
+        log_decay = (dt * A[:, None, None]).cumsum(1)
+        last = log_decay[:, -1:]
+        gap = (log_decay - log_decay.transpose(1, 2)).masked_fill(~is_past, -torch.inf)
+        mix = (b_C @ b_B.transpose(1, 2)) * gap.exp() * dt.transpose(1, 2)
+        b_y = mix @ b_x + log_decay.exp() * (b_C @ state.transpose(1, 2)) + D[:, None, None] * b_x
+        y[first:stop] = b_y.transpose(0, 1)[: stop - first]
+        left = b_x * ((last - log_decay).exp() * dt)
+        return last.exp() * state + left.transpose(1, 2) @ b_B
+
+    walk_rows(rows, temporal_state, advance, CHUNK)
     return y
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from mambalign.kernels.activation import SOFTPLUS_LINEAR_ABOVE, softplus
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
-from mambalign.kernels.rows import ROW_POINTERS, MambaRows
+from mambalign.kernels.rows import ROW_POINTERS, MambaRows, walk_rows
 
 LINEAR_ABOVE = tl.constexpr(SOFTPLUS_LINEAR_ABOVE)
 THREAD_ELEMENTS = 32  # of the state, in registers
@@ -228,21 +228,18 @@ def mamba2_scan_varlen_reference(
     """
     num_heads, num_groups = x.shape[1], B.shape[1]
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    starts, lengths, kept_blocks = rows.query_start.tolist(), rows.query_len.tolist(), rows.state_block.tolist()
-    for start, length, block in zip(starts, lengths, rows.temporal_block.tolist(), strict=True):
-        state = torch.zeros(temporal_state.shape[1:], dtype=torch.float32, device=x.device)
-        if length > 0 and block >= 0:
-            state = temporal_state[block].float()
-        for token in range(start, start + length):
-            b_x = x[token].float()
-            b_B, b_C = (t[token].float().repeat_interleave(num_heads // num_groups, 0) for t in (B, C))
-            dt = softplus(dt_raw[token] + dt_bias).clamp(min=dt_min)
-            update = (dt[:, None] * b_x)[:, :, None] * b_B[:, None, :]
-            state = state * torch.exp(dt * A)[:, None, None] + update
-            state = state.to(temporal_state.dtype).float()
-            y[token] = (state * b_C[:, None, :]).sum(-1) + D[:, None] * b_x
-            if kept_blocks[token] >= 0:
-                temporal_state[kept_blocks[token]] = state.to(temporal_state.dtype)
+
+    def advance(token: int, _: int, state: torch.Tensor) -> torch.Tensor:
+        b_x = x[token].float()
+        b_B, b_C = (t[token].float().repeat_interleave(num_heads // num_groups, 0) for t in (B, C))
+        dt = softplus(dt_raw[token] + dt_bias).clamp(min=dt_min)
+        update = (dt[:, None] * b_x)[:, :, None] * b_B[:, None, :]
+        state = state * torch.exp(dt * A)[:, None, None] + update
+        state = state.to(temporal_state.dtype).float()
+        y[token] = (state * b_C[:, None, :]).sum(-1) + D[:, None] * b_x
+        return state
+
+    walk_rows(rows, temporal_state, advance)
     return y
 
 

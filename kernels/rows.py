@@ -59,3 +59,28 @@ class ScanRows:
         """Outputs [T, ..] of both parts: `by_token(rows)` makes them, `by_chunk(rows, outputs)` adds to them."""
         outputs = None if self.by_token is None else by_token(self.by_token)
         return outputs if self.by_chunk is None else by_chunk(self.by_chunk, outputs)
+
+
+def walk_rows(
+    rows: MambaRows,
+    temporal_state: torch.Tensor,
+    advance: Callable[[int, int, torch.Tensor], torch.Tensor],
+    piece_tokens: int = 1,
+) -> None:
+    """How the torch references of recurrences run rows: from the state in temporal_block, or zeros, piece after piece.
+
+    advance(start, stop, state) -> the state, fp32, behind the step's tokens start .. stop - 1: a piece, of at most
+    `piece_tokens`. It is rounded to the dtype of temporal_state [blocks, ..] then, and left in state_block of the
+    piece's last token, if that is not negative.
+    """
+    starts, lengths, kept_blocks = rows.query_start.tolist(), rows.query_len.tolist(), rows.state_block.tolist()
+    for start, length, block in zip(starts, lengths, rows.temporal_block.tolist(), strict=True):
+        state = torch.zeros(temporal_state.shape[1:], dtype=torch.float32, device=temporal_state.device)
+        if length > 0 and block >= 0:
+            state = temporal_state[block].float()
+        for first in range(start, start + length, piece_tokens):
+            stop = min(first + piece_tokens, start + length)
+            rounded = advance(first, stop, state).to(temporal_state.dtype)
+            state = rounded.float()
+            if kept_blocks[stop - 1] >= 0:
+                temporal_state[kept_blocks[stop - 1]] = rounded
