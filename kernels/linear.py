@@ -24,6 +24,7 @@ import torch
 from mambalign.kernels.activation import ACTIVATIONS
 from mambalign.kernels.linear_triton import (
     WORD_BYTES,
+    Tiles,
     linear_on_gpu,
     merge_segments,
     segment_sums,
@@ -92,9 +93,9 @@ def linear_for_sum(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     Returns what `linear` does; or [segments, M, N] fp32, which added in order and rounded are that.
     """
     if x.is_cuda and bias is None and (weight.shape[1], x.dtype) not in _merged_widths:
-        sums = _segment_sums(x, weight)
-        if sums is not None:
-            return sums
+        tiles = _tiles_for(x, weight)
+        if tiles.split:
+            return _segment_sums(x, weight, tiles)
     return linear(x, weight, bias)
 
 
@@ -105,8 +106,8 @@ def check_linear_invariance(weights: Iterable[torch.Tensor]) -> list[tuple[int, 
     addition shows. Returns the shapes that failed. Raises RuntimeError when fixed blocks do not help either.
     On a GPU a shape that fails uses one family of tiles instead; call it before the first capture of a graph.
     """
-    failed = []
-    for (k, n, dtype, device), weight in {(*w.shape, w.dtype, w.device): w for w in weights}.items():
+    failed, norms = [], set()
+    for k, n, dtype, device in dict.fromkeys((*weight.shape, weight.dtype, weight.device) for weight in weights):
         is_invariant = _is_invariant_on_gpu if device.type == "cuda" else _is_invariant
         if not is_invariant(k, n, dtype, device):
             _run_by_blocks.add((k, n, dtype))
@@ -116,13 +117,14 @@ def check_linear_invariance(weights: Iterable[torch.Tensor]) -> list[tuple[int, 
             instead = "one family of tiles" if device.type == "cuda" else f"blocks of {BLOCK_ROWS} rows"
             logger.warning("linear %dx%d %s: its bits depend on the batch; running it in %s", k, n, dtype, instead)
         if device.type == "cuda" and USE_LIBRARY:
-            _library_rows[k, n, dtype] = _equal_library_rows(weight)
+            _library_rows[k, n, dtype] = _equal_library_rows(k, n, dtype, device)
             logger.info("linear %dx%d %s: library at %s rows", k, n, dtype, sorted(_library_rows[k, n, dtype]))
-        num_segments = segments_of(k, n)[0]
-        if device.type == "cuda" and num_segments > 1 and n <= WIDEST_NORM:
-            if not norm_adds_segments(num_segments, n, dtype, device):
-                _merged_widths.add((n, dtype))
-                logger.warning("norm of %d %s: its bits depend on who adds segments; they are merged before", n, dtype)
+        if device.type == "cuda" and segments_of(k, n)[0] > 1 and n <= WIDEST_NORM:
+            norms.add((segments_of(k, n)[0], n, dtype, device))
+    for num_segments, n, dtype, device in norms:
+        if not norm_adds_segments(num_segments, n, dtype, device):
+            _merged_widths.add((n, dtype))
+            logger.warning("norm of %d %s: its bits depend on who adds segments; they are merged before", n, dtype)
     return failed
 
 
@@ -133,33 +135,32 @@ def _linear_on_gpu(
     activation: str | None,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    num_rows, shape, relu2 = x.shape[0], (*weight.shape, weight.dtype), activation == "relu2"
-    sums = _segment_sums(x, weight)
+    relu2, tiles = activation == "relu2", _tiles_for(x, weight)
     library_rows = 0
-    if sums is None and out_dtype is None and not (relu2 and num_rows > MAX_SQUARED_ROWS):
-        library_rows = _library_row_count(x, shape)
+    if not tiles.split and out_dtype is None and not (relu2 and len(x) > MAX_SQUARED_ROWS):
+        library_rows = _library_row_count(x, weight)
     if library_rows:
-        out = torch.mm(_pad_rows(x, library_rows), weight)[:num_rows]
+        out = torch.mm(_pad_rows(x, library_rows), weight)[: len(x)]
         out = out if bias is None else out.add_(bias)
         return out if activation is None else ACTIVATIONS[activation](out)
-    if sums is not None:
-        out = merge_segments(sums, bias, out_dtype or x.dtype, relu2)
+    if tiles.split:
+        out = merge_segments(_segment_sums(x, weight, tiles), bias, out_dtype or x.dtype, relu2)
     else:
-        tiles = tiles_for(num_rows, *shape, one_family=shape in _run_by_blocks)
         out = linear_on_gpu(x, weight, bias, relu2=relu2, out_dtype=out_dtype, tiles=tiles)
     return out if activation is None or relu2 else ACTIVATIONS[activation](out)
 
 
-def _segment_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-    """[segments, M, N] fp32, rows contiguous, where segments are run side by side for so many rows; else None."""
-    num_rows, shape = x.shape[0], (*weight.shape, weight.dtype)
-    tiles = tiles_for(num_rows, *shape, one_family=shape in _run_by_blocks)
-    if not tiles.split or num_rows == 0:
-        return None
-    library_rows = _library_row_count(x, shape)
+def _tiles_for(x: torch.Tensor, weight: torch.Tensor) -> Tiles:
+    shape = (*weight.shape, weight.dtype)
+    return tiles_for(len(x), *shape, one_family=shape in _run_by_blocks)
+
+
+def _segment_sums(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+    """[segments, M, N] fp32, rows contiguous: of a product whose tiles run segments side by side."""
+    library_rows = _library_row_count(x, weight)
     if not library_rows:
         return segment_sums(x, weight, tiles)
-    return _library_sums(_pad_rows(x, library_rows), weight)[:, :num_rows]
+    return _library_sums(_pad_rows(x, library_rows), weight)[:, : len(x)]
 
 
 def _library_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -168,12 +169,12 @@ def _library_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.bmm(by_segment, weight.view(num_segments, length, -1), out_dtype=torch.float32)
 
 
-def _library_row_count(x: torch.Tensor, shape: Shape) -> int:
+def _library_row_count(x: torch.Tensor, weight: torch.Tensor) -> int:
     """The row count to pad x to, or 0: none of the equal ones is at most an eighth larger, or x lies otherwise in
     memory than what the check compared."""
     if not x.is_contiguous() or x.data_ptr() % WORD_BYTES:
         return 0
-    counts, num_rows = _library_rows.get(shape, ()), x.shape[0]
+    counts, num_rows = _library_rows.get((*weight.shape, weight.dtype), ()), len(x)
     return next((count for count in sorted(counts) if num_rows <= count and count - num_rows <= num_rows // 8), 0)
 
 
@@ -185,25 +186,21 @@ def _pad_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
     return padded
 
 
-def _equal_library_rows(weight: torch.Tensor) -> set[int]:
+def _equal_library_rows(k: int, n: int, dtype: torch.dtype, device: torch.device) -> set[int]:
     """Row counts at which the library gives the kernel's bits, over products that nearly cancel."""
-    (k, n), equal = weight.shape, set()
-    num_segments, length = segments_of(k, n)
-    if weight.dtype == torch.float32 or num_segments * length != k:
+    equal, (num_segments, length) = set(), segments_of(k, n)
+    if dtype == torch.float32 or num_segments * length != k:
         return equal
     counts = [count for count in LIBRARY_ROWS if count * n <= MAX_LIBRARY_ELEMENTS]
     if num_segments > 1:
-        counts = [count for count in counts if tiles_for(count, k, n, weight.dtype).split]
+        counts = [count for count in counts if tiles_for(count, k, n, dtype).split]
     if not counts:
         return equal
-    x, weight = (each.to(weight.dtype) for each in hard_inputs(max(counts), k, n, weight.device))
+    x, weight = (each.to(dtype) for each in hard_inputs(max(counts), k, n, device))
     for count in counts:
         rows = x[:count]
         if num_segments > 1:
-            run, want = (
-                partial(_library_sums, rows, weight),
-                segment_sums(rows, weight, tiles_for(count, k, n, x.dtype)),
-            )
+            run, want = partial(_library_sums, rows, weight), segment_sums(rows, weight, tiles_for(count, k, n, dtype))
         else:
             run, want = partial(torch.mm, rows, weight), linear_on_gpu(rows, weight)
         if torch.equal(run(), want) and torch.equal(_replayed(run), want):

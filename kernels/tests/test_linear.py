@@ -106,14 +106,14 @@ def test_bias_activation_and_fp32_results_are_separate_steps(dtype: torch.dtype)
 
 
 def test_row_counts_of_the_library_are_padded_by_an_eighth_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = (64, 32, torch.bfloat16)
-    monkeypatch.setattr(module, "_library_rows", {shape: {2048, 512}})
+    weight = torch.zeros(64, 32, dtype=torch.bfloat16)
+    monkeypatch.setattr(module, "_library_rows", {(64, 32, torch.bfloat16): {2048, 512}})
     x = torch.zeros(2050, 64, dtype=torch.bfloat16)
-    counts = {rows: module._library_row_count(x[:rows], shape) for rows in (1, 448, 456, 512, 513, 2000, 2049)}
+    counts = {rows: module._library_row_count(x[:rows], weight) for rows in (1, 448, 456, 512, 513, 2000, 2049)}
     assert counts == {1: 0, 448: 0, 456: 512, 512: 512, 513: 0, 2000: 2048, 2049: 0}
-    assert module._library_row_count(x[:512], (64, 33, torch.bfloat16)) == 0
+    assert module._library_row_count(x[:512], x.new_zeros(64, 33)) == 0
     off_a_word, apart = x.view(-1)[1 : 1 + 512 * 64].view(512, 64), x[:512, :32]
-    assert module._library_row_count(off_a_word, shape) == module._library_row_count(apart, shape) == 0
+    assert module._library_row_count(off_a_word, weight) == module._library_row_count(apart, weight) == 0
     padded = module._pad_rows(torch.ones(3, 2), 5)
     assert padded.sum() == 6 and padded.shape == (5, 2)
 
@@ -140,8 +140,9 @@ def test_the_library_serves_where_its_bits_are_the_kernels(monkeypatch: pytest.M
     monkeypatch.setattr(module, "_replayed", lambda run: run() + (len(run()) == 192))
     monkeypatch.setattr(module, "MAX_LIBRARY_ELEMENTS", 4096 * 16)
     weight, bias = torch.randn(8, 16).bfloat16(), torch.randn(16).bfloat16()
-    assert module._equal_library_rows(weight) == {96, 128, 256, 384, 512, 2048, 4096}
-    assert module._equal_library_rows(weight.float()) == set()
+    shape, cpu = (8, 16), torch.device("cpu")
+    assert module._equal_library_rows(*shape, torch.bfloat16, cpu) == {96, 128, 256, 384, 512, 2048, 4096}
+    assert module._equal_library_rows(*shape, torch.float32, cpu) == set()
     monkeypatch.setattr(module, "_library_rows", {(8, 16, torch.bfloat16): {256, 512}})
     kernel_rows.clear()
     x = torch.randn(500, 8).bfloat16()
