@@ -23,13 +23,16 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.activation import softplus
-from mambalign.kernels.chunk_shape import DELTA_BLOCK_V, DELTA_CHUNK, DELTA_NUM_STAGES, DELTA_NUM_WARPS
+from mambalign.kernels.chunk_shape import DELTA_CHUNK
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.gated_delta_chunk_solve import gated_delta_chunk_solve_kernel
 from mambalign.kernels.gated_delta_rule import NORM_EPS, unit
 from mambalign.kernels.mamba2_chunk_scan import by_head
 from mambalign.kernels.rows import ROW_POINTERS, MambaRows, walk_rows
 
+STATE_ROWS = 32  # that a program carries over the chunks of a text
+NUM_WARPS = 4  # of a program: those of one product of 64 rows
+NUM_STAGES = 3  # a chunk's inputs are loaded while the two before are computed; with 2 the loads come too late
 CHECKED_TO = 0.03  # of the largest value: 16-bit operands were found within 0.01
 ROWS_AT_A_TIME = 64  # among which a program of the first launch looks for its chunk
 
@@ -173,15 +176,15 @@ def gated_delta_chunk_scan_varlen_triton(
     gated_delta_chunk_solve_kernel[num_heads, most_chunks](
         q, k, v, a_raw, b_raw, A, dt_bias, rows.query_start, rows.query_len, num_rows, w, u, left, mix, scale,
         q.stride(0), v.stride(0), a_raw.stride(0), num_heads, key_heads, v_dim, k_dim, DELTA_CHUNK, block_v, block_k,
-        ROWS_AT_A_TIME, NORM_EPS, num_warps=DELTA_NUM_WARPS, **pdl(v.device),
+        ROWS_AT_A_TIME, NORM_EPS, num_warps=NUM_WARPS, **pdl(v.device),
     )  # fmt: skip
-    block_v = min(block_v, DELTA_BLOCK_V)
-    num_stages = DELTA_NUM_STAGES if v.element_size() == 2 and 64 <= block_k <= 128 else 1  # what fits and gains by it
+    block_v = min(block_v, STATE_ROWS)
+    num_stages = NUM_STAGES if v.element_size() == 2 and 64 <= block_k <= 128 else 1  # what fits and gains by it
     gated_delta_chunk_scan_kernel[num_heads * triton.cdiv(v_dim, block_v), num_rows](
         q, w, u, left, mix, scale, temporal_state, o,
         rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,
         q.stride(0), num_heads, key_heads, v_dim, k_dim, DELTA_CHUNK, block_v, block_k,
-        num_warps=DELTA_NUM_WARPS, num_stages=num_stages, **pdl(v.device),
+        num_warps=NUM_WARPS, num_stages=num_stages, **pdl(v.device),
     )  # fmt: skip
     return o
 

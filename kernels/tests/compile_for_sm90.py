@@ -256,11 +256,11 @@ def compile_delta(kernel, key_heads: int, num_heads: int, k_dim: int, v_dim: int
     if solves:
         constants |= {"BLOCK_R": gated_delta_chunk_scan.ROWS_AT_A_TIME, "EPS": gated_delta_chunk_scan.NORM_EPS}
     else:
-        constants["BLOCK_V"] = min(constants["BLOCK_V"], chunk_shape.DELTA_BLOCK_V)
+        constants["BLOCK_V"] = min(constants["BLOCK_V"], gated_delta_chunk_scan.STATE_ROWS)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-    num_stages = chunk_shape.DELTA_NUM_STAGES if not solves and dtype == torch.bfloat16 else 1
-    return compile_kernel(kernel, types, constants, num_warps=chunk_shape.DELTA_NUM_WARPS, num_stages=num_stages)
+    num_stages = gated_delta_chunk_scan.NUM_STAGES if not solves and dtype == torch.bfloat16 else 1
+    return compile_kernel(kernel, types, constants, num_warps=gated_delta_chunk_scan.NUM_WARPS, num_stages=num_stages)
 
 
 def main() -> None:
