@@ -10,7 +10,8 @@ both say how they keep that promise. The references are what both are compared w
 import torch
 
 from mambalign.kernels.attention_rows import AttentionRows
-from mambalign.kernels.attention_triton import launch_attention, launch_write
+from mambalign.kernels.attention_triton import launch_attention
+from mambalign.kernels.write_kv import launch_write
 
 MOST_GROUP = 32  # heads that share a kv head
 CPU_DTYPES = (torch.float32, torch.bfloat16)

@@ -2,142 +2,49 @@
 
 Keys are walked in tiles, and tiles belong to splits, both at absolute multiples. (m, l, acc) - the largest score, the
 sum of weights, the sum of weighted values - start anew in each split, and splits are merged in order: in a second
-launch when few queries leave splits to run side by side, else one after the other. Either way by `_attend_split` and
-`_merge`, on tiles of one shape. A tile without visible keys multiplies by an exact 1 and adds exact zeros, so it does
-not matter what the other queries of a tile see. Rows of a product are independent, and a sum over keys has one order
-for every row, because a tile's layout repeats from row to row. A product that meets a sum is either in a `tl.fma` or
-the addend of one: nothing is left to contract. Invisible keys and values are 0 on load: what lies in a block past a
-row's end (NaN, perhaps) is never computed with.
+launch when few queries leave splits to run side by side, else one after the other. Either way by `attend_split` and
+`merge`, over tiles of as many keys. A tile without visible keys multiplies by an exact 1 and adds exact zeros, so it
+does not matter what the other queries of a tile see, nor how many they are: rows of a product are independent and add
+up in one order, and weights are added as whole numbers, in any order. A product that meets a sum is either in a
+`tl.fma` or the addend of one: nothing is left to contract. Invisible keys and values are 0 on load: what lies in a
+block past a row's end (NaN, perhaps) is never computed with.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from mambalign.kernels.attention_rows import AttentionRows
+from mambalign.kernels.attention_tile import attend_split, load_blocks, load_queries, merge, normalise
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 
 SPLIT_TOKENS = 512
-TILES = {2: (64, 64), 4: (32, 32)}  # by bytes of a number: rows of a tile (query, head of the kv group), and its keys
-WIDE_TILE_ROWS = 128  # of prompts with heads wider than 128, of two bytes: each warp has its own rows, as in 64
+KEY_TILE = {2: 64, 4: 32}  # keys of a tile by bytes of a number: part of the order of addition
+MOST_SPLIT_ROWS = {2: 64, 4: 32}  # of queries whose splits run side by side
 MERGE_ROWS = 4
-NUM_STAGES = 2  # of the loads of keys and values
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit(
-    do_not_specialize=["key_stride", "value_stride"], do_not_specialize_on_alignment=["p_key", "p_value", "p_slot"]
-)
-def write_kv_kernel(
-    p_key_cache,
-    p_value_cache,
-    p_key,
-    p_value,
-    p_slot,
-    key_stride,
-    value_stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """cache[slot[t]] = token t, for keys and values.
+class Tiles(NamedTuple):
+    """How a program attends. A row of a tile is a query and a head of the kv head's group."""
 
-    Grid: (tokens, tiles of the WIDTH = kv_heads * head_dim numbers of a token). A program owns one tile of one token;
-    a negative slot is skipped. Reads keys, values and slots; writes the caches. Numbers are moved, not computed with.
-    """
-    wait_for_inputs(PDL)
-    i_token, i_tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(p_slot + i_token)
-    if slot >= 0:
-        o_number = i_tile * BLOCK + tl.arange(0, BLOCK)
-        mask = o_number < WIDTH
-        b_key = tl.load(p_key + i_token * key_stride + o_number, mask=mask)
-        b_value = tl.load(p_value + i_token * value_stride + o_number, mask=mask)
-        tl.store(p_key_cache + slot * WIDTH + o_number, b_key, mask=mask)
-        tl.store(p_value_cache + slot * WIDTH + o_number, b_value, mask=mask)
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
 
 
-@triton.jit
-def _attend_split(
-    b_query,
-    b_position,
-    p_key_cache,
-    p_value_cache,
-    p_blocks,
-    i_kv_head,
-    first,
-    last,
-    first_key,
-    scale_log2,
-    KV_BLOCK: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-):
-    """(m, l, acc) over keys first .. last-1 for queries at `b_position` (-1: sees nothing). m is of unscaled scores."""
-    o_dim = tl.arange(0, BLOCK_D)
-    b_top = tl.full([TILE_ROWS], -1e30, tl.float32)  # not -inf: inf - inf is NaN
-    b_total = tl.zeros([TILE_ROWS], tl.float32)
-    b_sum = tl.zeros([TILE_ROWS, BLOCK_D], tl.float32)
-    for tile in range(first, last, KEY_TILE):
-        o_key = tile + tl.arange(0, KEY_TILE)
-        is_there = (o_key >= first_key) & (o_key < last)
-        b_block = tl.load(p_blocks + o_key // KV_BLOCK, mask=is_there, other=0).to(tl.int64)
-        o_slot = ((b_block * KV_BLOCK + o_key % KV_BLOCK) * KV_HEADS + i_kv_head) * HEAD_DIM
-        o_cache = o_slot[:, None] + o_dim[None, :]
-        mask = is_there[:, None] & (o_dim < HEAD_DIM)[None, :]
-        b_key = tl.load(p_key_cache + o_cache, mask=mask, other=0.0)
-        b_score = tl.dot(b_query, tl.trans(b_key), input_precision="ieee")
-        is_visible = is_there[None, :] & (o_key[None, :] <= b_position[:, None])
-        b_score = tl.where(is_visible, b_score, float("-inf"))
-        b_new_top = tl.maximum(b_top, tl.max(b_score, 1))
-        b_share = tl.exp2((b_top - b_new_top) * scale_log2)
-        b_weight = tl.exp2(tl.fma(b_score, scale_log2, -(b_new_top * scale_log2)[:, None]))
-        b_total = tl.fma(b_total, b_share, tl.sum(b_weight, 1))
-        b_value = tl.load(p_value_cache + o_cache, mask=mask, other=0.0)
-        b_sum = tl.dot(b_weight.to(b_value.dtype), b_value, b_sum * b_share[:, None], input_precision="ieee")
-        b_top = b_new_top
-    return b_top, b_total, b_sum
-
-
-@triton.jit
-def _merge(b_top, b_total, b_sum, b_split_top, b_split_total, b_split_sum, scale_log2):
-    """(m, l, acc) of the splits so far, and of the next one with them."""
-    b_new_top = tl.maximum(b_top, b_split_top)
-    b_share = tl.exp2((b_top - b_new_top) * scale_log2)
-    b_split_share = tl.exp2((b_split_top - b_new_top) * scale_log2)
-    b_total = tl.fma(b_total, b_share, b_split_total * b_split_share)
-    b_sum = tl.fma(b_sum, b_share[:, None], b_split_sum * b_split_share[:, None])
-    return b_new_top, b_total, b_sum
-
-
-@triton.jit
-def _normalise(b_total, b_sum):
-    """acc / l, or 0 where no key was visible. Adding 0 makes every zero a positive one."""
-    b_divisor = tl.where(b_total == 0.0, 1.0, b_total)
-    return tl.div_rn(b_sum, tl.broadcast_to(b_divisor[:, None], b_sum.shape)) + 0.0
-
-
-@triton.jit
-def _load_queries(
-    p_query,
-    first_token,
-    num_queries,
-    query_stride,
-    i_kv_head,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-):
-    """[TILE_ROWS, BLOCK_D], row i: head i % GROUP of the kv head's group, of query i // GROUP; 0 past the last one."""
-    o_row, o_dim = tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_D)
-    o_query = (first_token + o_row // GROUP).to(tl.int64) * query_stride
-    o_query += (i_kv_head * GROUP + o_row % GROUP) * HEAD_DIM
-    mask = (o_row // GROUP < num_queries)[:, None] & (o_dim < HEAD_DIM)[None, :]
-    return tl.load(p_query + o_query[:, None] + o_dim[None, :], mask=mask, other=0.0)
+def tiles_for(num_used: int, head_dim: int, number_bytes: int, by_split: bool) -> Tiles:
+    """For that many rows; the fastest on an H200 of those that fit. Only `keys` shows in the bits."""
+    keys, is_wide = KEY_TILE[number_bytes], head_dim > 128
+    if number_bytes == 4:
+        return Tiles(32, keys, 4, 2)
+    if by_split:
+        rows = max(16, triton.next_power_of_2(num_used))
+        return Tiles(rows, keys, 8 if is_wide and rows > 32 else 4, 3)
+    return Tiles(128, keys, 8, 2) if is_wide else Tiles(64, keys, 4, 3)
 
 
 @triton.jit(
@@ -167,6 +74,7 @@ def attention_splits_kernel(
     SPLIT_TOKENS: tl.constexpr,
     KEY_TILE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """(m, l, acc) of a row's queries over each split of its keys.
@@ -180,16 +88,17 @@ def attention_splits_kernel(
     i_row, i_kv_head, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_queries, context_len = tl.load(p_query_len + i_row), tl.load(p_context_len + i_row)
     first, end = i_split * SPLIT_TOKENS, context_len + num_queries
+    p_blocks = p_block_table + i_row.to(tl.int64) * table_width
+    b_blocks = load_blocks(p_blocks, first, table_width, KV_BLOCK, SPLIT_BLOCKS)
     if (num_queries > 0) & (first < end):
         o_row, o_dim = tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_D)
         first_token = tl.load(p_query_start + i_row)
-        b_query = _load_queries(
+        b_query = load_queries(
             p_query, first_token, num_queries, query_stride, i_kv_head, GROUP, HEAD_DIM, BLOCK_D, TILE_ROWS
         )
         b_position = tl.where(o_row // GROUP < num_queries, context_len + o_row // GROUP, -1)
-        p_blocks = p_block_table + i_row.to(tl.int64) * table_width
-        b_top, b_total, b_sum = _attend_split(
-            b_query, b_position, p_key_cache, p_value_cache, p_blocks, i_kv_head,
+        b_top, b_total, b_sum = attend_split(
+            b_query, b_position, p_key_cache, p_value_cache, b_blocks, i_kv_head,
             first, tl.minimum(first + SPLIT_TOKENS, end), first_key, scale_log2,
             KV_BLOCK, KV_HEADS, HEAD_DIM, BLOCK_D, KEY_TILE, TILE_ROWS,
         )  # fmt: skip
@@ -248,10 +157,10 @@ def attention_merge_kernel(
             b_split_top = tl.load(p_scalars, mask=is_used, other=-1e30)
             b_split_total = tl.load(p_scalars + num_used, mask=is_used, other=0.0)
             b_split_sum = tl.load(p_part + o_part[:, None] + o_dim[None, :], mask=mask, other=0.0)
-            b_top, b_total, b_sum = _merge(b_top, b_total, b_sum, b_split_top, b_split_total, b_split_sum, scale_log2)
+            b_top, b_total, b_sum = merge(b_top, b_total, b_sum, b_split_top, b_split_total, b_split_sum, scale_log2)
         o_out = (tl.load(p_query_start + i_row) + o_row // GROUP).to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM)
         o_out += (i_kv_head * GROUP + o_row % GROUP) * HEAD_DIM
-        b_out = _normalise(b_total, b_sum)
+        b_out = normalise(b_total, b_sum)
         tl.store(p_out + o_out[:, None] + o_dim[None, :], b_out.to(p_out.dtype.element_ty), mask=mask)
 
 
@@ -280,6 +189,7 @@ def attention_rows_kernel(
     SPLIT_TOKENS: tl.constexpr,
     KEY_TILE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out = attention of a tile of queries over all of their keys, split by split.
@@ -298,7 +208,7 @@ def attention_rows_kernel(
         o_row, o_dim = tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_D)
         first_token = tl.load(p_query_start + i_row) + first_query
         first_position = tl.load(p_context_len + i_row) + first_query
-        b_query = _load_queries(
+        b_query = load_queries(
             p_query, first_token, num_queries, query_stride, i_kv_head, GROUP, HEAD_DIM, BLOCK_D, TILE_ROWS
         )
         b_position = tl.where(o_row // GROUP < num_queries, first_position + o_row // GROUP, -1)
@@ -308,33 +218,18 @@ def attention_rows_kernel(
         b_total = tl.zeros([TILE_ROWS], tl.float32)
         b_sum = tl.zeros([TILE_ROWS, BLOCK_D], tl.float32)
         for first in range(0, end, SPLIT_TOKENS):
-            b_split_top, b_split_total, b_split_sum = _attend_split(
-                b_query, b_position, p_key_cache, p_value_cache, p_blocks, i_kv_head,
+            b_blocks = load_blocks(p_blocks, first, table_width, KV_BLOCK, SPLIT_BLOCKS)
+            b_split_top, b_split_total, b_split_sum = attend_split(
+                b_query, b_position, p_key_cache, p_value_cache, b_blocks, i_kv_head,
                 first, tl.minimum(first + SPLIT_TOKENS, end), first_key, scale_log2,
                 KV_BLOCK, KV_HEADS, HEAD_DIM, BLOCK_D, KEY_TILE, TILE_ROWS,
             )  # fmt: skip
-            b_top, b_total, b_sum = _merge(b_top, b_total, b_sum, b_split_top, b_split_total, b_split_sum, scale_log2)
+            b_top, b_total, b_sum = merge(b_top, b_total, b_sum, b_split_top, b_split_total, b_split_sum, scale_log2)
         o_out = (first_token + o_row // GROUP).to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM)
         o_out += (i_kv_head * GROUP + o_row % GROUP) * HEAD_DIM
         mask = (o_row // GROUP < num_queries)[:, None] & (o_dim < HEAD_DIM)[None, :]
-        b_out = _normalise(b_total, b_sum)
+        b_out = normalise(b_total, b_sum)
         tl.store(p_out + o_out[:, None] + o_dim[None, :], b_out.to(p_out.dtype.element_ty), mask=mask)
-
-
-def launch_write(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """`write_kv_varlen` by its Triton kernel."""
-    width = key.shape[1] * key.shape[2]
-    block = min(1024, triton.next_power_of_2(width))
-    write_kv_kernel[(key.shape[0], triton.cdiv(width, block))](
-        key_cache, value_cache, key, value, slot_mapping, key.stride(0), value.stride(0), width, block,
-        num_warps=4, **pdl(key.device),
-    )  # fmt: skip
 
 
 def launch_attention(
@@ -345,20 +240,20 @@ def launch_attention(
     scale: float,
     by_split: bool | None = None,
     split_tokens: int = SPLIT_TOKENS,
-    tile: tuple[int, int] | None = None,
+    tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """`paged_attention_varlen` by its Triton kernels: splits side by side, or one after the other (`by_split`).
 
-    None chooses by what the host knows: side by side when the longest row's queries fit in one tile. Both give the same
-    bits. Tests pass smaller tiles. Nothing is read back and nothing depends on lengths, so that it can be captured.
+    None chooses by what the host knows: side by side when the longest row has few queries. Both give the same bits.
+    Tests pass smaller tiles. Nothing is read back and nothing depends on lengths, so that it can be captured.
     """
-    tile_rows, key_tile = tile or TILES[query.element_size()]
     num_heads, head_dim = query.shape[1:]
     kv_block_tokens, kv_heads = key_cache.shape[1:3]
     group, num_rows = num_heads // kv_heads, rows.query_len.shape[0]
-    num_used = rows.max_query_len * group
+    num_used, number_bytes = rows.max_query_len * group, query.element_size()
     if by_split is None:
-        by_split = num_used <= tile_rows
+        by_split = num_used <= (tiles.rows if tiles else MOST_SPLIT_ROWS[number_bytes])
+    tiles = tiles or tiles_for(num_used, head_dim, number_bytes, by_split)
     out = query.new_empty(query.shape)
     if num_rows == 0 or rows.max_query_len == 0:
         return out
@@ -371,32 +266,32 @@ def launch_attention(
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "SPLIT_TOKENS": split_tokens,
     }
-    tiles = {"KV_BLOCK": kv_block_tokens, "KEY_TILE": key_tile, "TILE_ROWS": tile_rows, "num_stages": NUM_STAGES}
-    tiles["num_warps"] = num_warps(head_dim, query.element_size())
+    most_blocks = triton.cdiv(split_tokens - 1, kv_block_tokens) + 1  # that a split's keys lie in
+    attending = {
+        "KV_BLOCK": kv_block_tokens,
+        "SPLIT_BLOCKS": max(tiles.keys, triton.next_power_of_2(most_blocks)),  # a gather wants as many as it picks
+        "KEY_TILE": tiles.keys,
+        "TILE_ROWS": tiles.rows,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
     if not by_split:
-        if tile is None and head_dim > 128 and query.element_size() == 2:
-            tile_rows = tiles["TILE_ROWS"] = WIDE_TILE_ROWS
-        attention_rows_kernel[(num_rows, kv_heads, triton.cdiv(rows.max_query_len, tile_rows // group))](
+        attention_rows_kernel[(num_rows, kv_heads, triton.cdiv(rows.max_query_len, tiles.rows // group))](
             out, query, key_cache, value_cache, *tables, query.stride(0), table_width, rows.first_key, scale_log2,
-            **shape, **tiles, **pdl(query.device),
+            **shape, **attending, **pdl(query.device),
         )  # fmt: skip
         return out
     num_splits = triton.cdiv(rows.max_context_len, split_tokens)
     part, scalars = split_workspace(num_rows, kv_heads, num_splits, num_used, head_dim, query.device)
     attention_splits_kernel[(num_rows, kv_heads, num_splits)](
         query, key_cache, value_cache, *tables, part, scalars, query.stride(0), table_width, num_used, rows.first_key,
-        scale_log2, **shape, **tiles, **pdl(query.device),
+        scale_log2, **shape, **attending, **pdl(query.device),
     )  # fmt: skip
     attention_merge_kernel[(num_rows, kv_heads, triton.cdiv(num_used, MERGE_ROWS))](
         out, *tables[:3], part, scalars, num_splits, num_used, scale_log2,
         **shape, MERGE_ROWS=MERGE_ROWS, num_warps=4, **pdl(query.device),
     )  # fmt: skip
     return out
-
-
-def num_warps(head_dim: int, number_bytes: int) -> int:
-    """Of a program that attends: the sums of wide heads need the registers of more. From the shape of a head alone."""
-    return 8 if head_dim > 128 and number_bytes == 2 else 4
 
 
 def split_workspace(

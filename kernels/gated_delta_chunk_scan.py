@@ -32,6 +32,7 @@ from mambalign.kernels.rows import ROW_POINTERS, MambaRows, walk_rows
 
 STATE_ROWS = 32  # that a program carries over the chunks of a text
 NUM_WARPS = 4  # of a program: those of one product of 64 rows
+NARROW_WARPS = 2  # of heads below 64 numbers: products of a whole warp group came out wrong at 16 columns (Triton 3.6)
 NUM_STAGES = 3  # a chunk's inputs are loaded while the two before are computed; with 2 the loads come too late
 CHECKED_TO = 0.03  # of the largest value: 16-bit operands were found within 0.01
 ROWS_AT_A_TIME = 64  # among which a program of the first launch looks for its chunk
@@ -172,11 +173,12 @@ def gated_delta_chunk_scan_varlen_triton(
     mix = torch.empty(num_tokens, num_heads, DELTA_CHUNK, dtype=v.dtype, device=v.device)
     scale = torch.empty(num_tokens, num_heads, 2, dtype=torch.float32, device=v.device)
     block_v, block_k = (max(16, triton.next_power_of_2(size)) for size in (v_dim, k_dim))  # a product's least
+    num_warps = NUM_WARPS if min(block_v, block_k) >= 64 else NARROW_WARPS
     most_chunks = num_tokens // DELTA_CHUNK + num_rows
     gated_delta_chunk_solve_kernel[num_heads, most_chunks](
         q, k, v, a_raw, b_raw, A, dt_bias, rows.query_start, rows.query_len, num_rows, w, u, left, mix, scale,
         q.stride(0), v.stride(0), a_raw.stride(0), num_heads, key_heads, v_dim, k_dim, DELTA_CHUNK, block_v, block_k,
-        ROWS_AT_A_TIME, NORM_EPS, num_warps=NUM_WARPS, **pdl(v.device),
+        ROWS_AT_A_TIME, NORM_EPS, num_warps=num_warps, **pdl(v.device),
     )  # fmt: skip
     block_v = min(block_v, STATE_ROWS)
     num_stages = NUM_STAGES if v.element_size() == 2 and 64 <= block_k <= 128 else 1  # what fits and gains by it
@@ -184,7 +186,7 @@ def gated_delta_chunk_scan_varlen_triton(
         q, w, u, left, mix, scale, temporal_state, o,
         rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,
         q.stride(0), num_heads, key_heads, v_dim, k_dim, DELTA_CHUNK, block_v, block_k,
-        num_warps=NUM_WARPS, num_stages=num_stages, **pdl(v.device),
+        num_warps=num_warps, num_stages=num_stages, **pdl(v.device),
     )  # fmt: skip
     return o
 

@@ -14,6 +14,8 @@ import torch
 INTERPRET = "TRITON_INTERPRET"
 KERNEL_MODULES = (
     "activation",
+    "attention_tile",
+    "attention_triton",
     "batch_memcpy",
     "combine_experts",
     "draft_addresses",
@@ -37,6 +39,7 @@ KERNEL_MODULES = (
     "slot_rows",
     "step_addresses",
     "verify_drafts",
+    "write_kv",
 )
 
 IMPORTED_TOO_EARLY = "triton" in sys.modules and os.environ.get(INTERPRET) != "1"

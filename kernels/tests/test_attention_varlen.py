@@ -4,7 +4,6 @@ Free slots and blocks hold NaN. Each step has an inert row and padding tokens. T
 else through the interpreter on smaller tiles and texts.
 """
 
-import importlib.util
 import os
 import random
 import subprocess
@@ -16,7 +15,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import triton
 from numba import njit
 
 from mambalign.kernels import attention_triton
@@ -27,8 +25,10 @@ from mambalign.kernels.attention import (
     write_kv_varlen_reference,
 )
 from mambalign.kernels.attention_rows import AttentionRows
+from mambalign.kernels.attention_triton import launch_attention
 from mambalign.kernels.cpu import attention as cpu
 from mambalign.kernels.tolerances import tolerance
+from mambalign.kernels.write_kv import launch_write
 
 Attend = Callable[..., torch.Tensor]
 ON_GPU = torch.cuda.is_available()
@@ -256,34 +256,23 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
 # The Triton kernels.
 
 
-@pytest.fixture
-def kernels(device: str):
-    """The module whose kernels run on `device`: a copy that Triton interprets when there is no GPU."""
-    if device == "cuda" or not isinstance(attention_triton.write_kv_kernel, triton.JITFunction):
-        return attention_triton
-    spec = importlib.util.spec_from_file_location("interpreted_attention_triton", attention_triton.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 SMALL = [Shape(4, 2, 16, 4), Shape(6, 2, 10, 7), Shape(3, 1, 33, 16)]
 GPU_SHAPES = [Shape(32, 8, 128, 16), Shape(4, 2, 64, 16), Shape(5, 1, 128, 256), Shape(16, 4, 256, 16)]
-TILES = {} if ON_GPU else {"split_tokens": 32, "tile": (16, 16)}
+TILES = {} if ON_GPU else {"split_tokens": 32, "tiles": attention_triton.Tiles(16, 16, 4, 1)}
 DTYPES = [torch.float32, torch.bfloat16 if ON_GPU else torch.float16]  # the interpreter multiplies bf16 as integers
 
 
-def triton_cache(kernels, shape: Shape, by_split: bool | None, dtype: torch.dtype, device: str, seed: int = 0) -> Cache:
-    attend = partial(kernels.launch_attention, by_split=by_split, **TILES)
-    return Cache(shape, attend, kernels.launch_write, dtype, device, seed)
+def triton_cache(shape: Shape, by_split: bool | None, dtype: torch.dtype, device: str, seed: int = 0) -> Cache:
+    attend = partial(launch_attention, by_split=by_split, **TILES)
+    return Cache(shape, attend, launch_write, dtype, device, seed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", GPU_SHAPES if ON_GPU else SMALL)
-def test_kernel_values(kernels, device: str, shape: Shape, dtype: torch.dtype) -> None:
+def test_kernel_values(device: str, shape: Shape, dtype: torch.dtype) -> None:
     lens = [1, 33, 70]
     for first_key in (0, 1):
-        cache = triton_cache(kernels, shape, None, dtype, device)
+        cache = triton_cache(shape, None, dtype, device)
         texts = [Text(shape, n + 2, seed=n) for n in lens]
         for text in texts:
             text.qkv = text.qkv.to(dtype).float()
@@ -297,22 +286,23 @@ def test_kernel_values(kernels, device: str, shape: Shape, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", DTYPES if ON_GPU else DTYPES[:1])
 @pytest.mark.parametrize("shape", GPU_SHAPES if ON_GPU else SMALL[:2])
-def test_kernel_bits(kernels, device: str, shape: Shape, dtype: torch.dtype) -> None:
+def test_kernel_bits(device: str, shape: Shape, dtype: torch.dtype) -> None:
     """One query or a few at a time, splits side by side or not, alone or in a batch: as one whole prefill."""
     lengths = EDGES if ON_GPU else [31, 65]
-    whole = [triton_cache(kernels, shape, False, dtype, device).run(n + 4, n, [n + 4]) for n in lengths]
-    most = 16 // (shape.num_heads // shape.kv_heads)  # queries of the tests' tile
+    whole = [triton_cache(shape, False, dtype, device).run(n + 4, n, [n + 4]) for n in lengths]
+    most_rows = attention_triton.MOST_SPLIT_ROWS[dtype.itemsize] if ON_GPU else 16
+    most = most_rows // (shape.num_heads // shape.kv_heads)  # queries whose splits run side by side
     for length, want in zip(lengths, whole, strict=True):
         for by_split in (True, False):
-            for cuts in ([length, 1], [length, min(3, most)], [length * 3 // 4, most]):
-                cache = triton_cache(kernels, shape, False, dtype, device, seed=1)
+            for cuts in ([length, 1], [length, min(3, most)], [length * 3 // 4, most], [length, most // 2]):
+                cache = triton_cache(shape, False, dtype, device, seed=1)
                 text = Text(shape, length + 4, seed=length)
                 cache.step([text], [max(1, cuts[0])])
-                cache.slack, cache.attend = 0, partial(kernels.launch_attention, by_split=by_split, **TILES)
+                cache.slack, cache.attend = 0, partial(launch_attention, by_split=by_split, **TILES)
                 while text.num_computed < len(text):
                     cache.step([text], [min(cuts[1], len(text) - text.num_computed)])
                 assert torch.equal(text.output, want), (length, by_split, cuts)
-    cache = triton_cache(kernels, shape, None, dtype, device, seed=2)
+    cache = triton_cache(shape, None, dtype, device, seed=2)
     texts = [Text(shape, n + 4, seed=n) for n in lengths]
     cache.step(texts, lengths)
     cache.step(texts, [4 if most >= 4 else 2] * len(texts))
@@ -320,11 +310,11 @@ def test_kernel_bits(kernels, device: str, shape: Shape, dtype: torch.dtype) -> 
         assert torch.equal(text.output, want[: text.num_computed]), len(text)
 
 
-def test_kernel_write(kernels, device: str) -> None:
+def test_kernel_write(device: str) -> None:
     caches = [torch.zeros(2, 6, 5, 2, 7, device=device) for _ in range(2)]
     qkv = torch.randn(6, 8, 7, device=device)
     slots = torch.tensor([7, -1, 29, 0, -3, 12], device=device)
-    for cache, write in zip(caches, (kernels.launch_write, write_kv_varlen_reference), strict=True):
+    for cache, write in zip(caches, (launch_write, write_kv_varlen_reference), strict=True):
         write(*cache.unbind(), qkv[:, 4:6], qkv[:, 6:], slots)
     assert torch.equal(*caches)
 
@@ -334,13 +324,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from mambalign.kernels import attention_triton as a
+from mambalign.kernels.write_kv import write_kv_kernel
 
-def build(kernel, kinds, constants, num_warps):
+def build(kernel, kinds, constants, num_warps, num_stages=2):
     names, constants = kernel.arg_names, constants | {"PDL": True}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
     aligned = [(i,) for i, name in enumerate(names) if signature[name].startswith("*")]
     source = ASTSource(kernel, signature, constants, {place: [["tt.divisibility", 16]] for place in aligned})
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "num_stages": 2})
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 SHAPES = (("bf16", 32, 8, 128), ("bf16", 4, 1, 64), ("bf16", 16, 4, 256), ("fp32", 4, 2, 64), ("fp32", 32, 8, 128))
 for kind, heads, kv_heads, dim in SHAPES:
@@ -351,14 +343,18 @@ for kind, heads, kv_heads, dim in SHAPES:
     kinds |= dict.fromkeys(("query_stride", "table_width", "num_used", "num_splits", "first_key", "key_stride",
                             "value_stride"), "i32")
     shape = {"GROUP": heads // kv_heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim, "BLOCK_D": dim, "SPLIT_TOKENS": 512}
-    rows, keys = a.TILES[4 if kind == "fp32" else 2]
-    tiles = {"KV_BLOCK": 16, "KEY_TILE": keys, "TILE_ROWS": rows}
-    warps = a.num_warps(dim, 4 if kind == "fp32" else 2)
+    number_bytes = 4 if kind == "fp32" else 2
+    for by_split, num_used in ((True, 16), (True, 32), (True, 64), (False, 1000)):
+        if num_used <= a.MOST_SPLIT_ROWS[number_bytes] or not by_split:
+            tiles = a.tiles_for(num_used, dim, number_bytes, by_split)
+            attending = {"KV_BLOCK": 16, "SPLIT_BLOCKS": 64, "KEY_TILE": tiles.keys, "TILE_ROWS": tiles.rows}
+            kernel = a.attention_splits_kernel if by_split else a.attention_rows_kernel
+            built = build(kernel, kinds, shape | attending, tiles.num_warps, tiles.num_stages)
+            print(kernel.__name__, kind, dim, num_used, "shared", built.metadata.shared)
+            assert built.metadata.shared <= 232448, (dim, num_used, built.metadata.shared)  # of a multiprocessor
     for kernel, constants, num_warps in (
-        (a.attention_splits_kernel, shape | tiles, warps),
-        (a.attention_rows_kernel, shape | tiles, warps),
         (a.attention_merge_kernel, shape | {"MERGE_ROWS": a.MERGE_ROWS}, 4),
-        (a.write_kv_kernel, {"WIDTH": kv_heads * dim, "BLOCK": kv_heads * dim}, 4),
+        (write_kv_kernel, {"WIDTH": kv_heads * dim, "BLOCK": kv_heads * dim}, 4),
     ):
         built = build(kernel, kinds, constants, num_warps)
         print(kernel.__name__, kind, dim, "shared", built.metadata.shared, len(built.asm["cubin"]))
@@ -369,4 +365,4 @@ def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("shared") == 20
+    assert done.stdout.count("shared") == 3 * 6 + 2 * 5
