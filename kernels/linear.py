@@ -48,7 +48,8 @@ USE_LIBRARY = os.environ.get("MAMBALIGN_LINEAR_LIBRARY", "1") == "1"  # its abla
 
 Shape = tuple[int, int, torch.dtype]
 _run_by_blocks: set[Shape] = set()  # shapes that the start-up check found wanting
-_library_rows: dict[Shape, set[int]] = {}  # row counts of the library that the check found equal to the kernel
+# Row counts of the library that the check found equal to the kernel, by shape and by the dtype of the product.
+_library_rows: dict[tuple[Shape, torch.dtype], set[int]] = {}
 _merged_widths: set[tuple[int, torch.dtype]] = (
     set()
 )  # whose norm, given segments, has other bits than given the product
@@ -99,14 +100,18 @@ def linear_for_sum(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return linear(x, weight, bias)
 
 
-def check_linear_invariance(weights: Iterable[torch.Tensor]) -> list[tuple[int, int, torch.dtype]]:
+def check_linear_invariance(
+    weights: Iterable[torch.Tensor], in_fp32: Iterable[torch.Tensor] = ()
+) -> list[tuple[int, int, torch.dtype]]:
     """Prove `linear` batch-invariant for the shapes of these weights; run those that fail in fixed blocks of rows.
 
+    in_fp32: those among them whose products are asked for in fp32, as a model's logits are.
     Inputs have exponents spread over 2^-12 .. 2^12 and pairs that nearly cancel, so that a changed order of
     addition shows. Returns the shapes that failed. Raises RuntimeError when fixed blocks do not help either.
     On a GPU a shape that fails uses one family of tiles instead; call it before the first capture of a graph.
     """
     failed, norms = [], set()
+    shapes_in_fp32 = {(*weight.shape, weight.dtype) for weight in in_fp32}
     for k, n, dtype, device in dict.fromkeys((*weight.shape, weight.dtype, weight.device) for weight in weights):
         is_invariant = _is_invariant_on_gpu if device.type == "cuda" else _is_invariant
         if not is_invariant(k, n, dtype, device):
@@ -117,8 +122,9 @@ def check_linear_invariance(weights: Iterable[torch.Tensor]) -> list[tuple[int, 
             instead = "one family of tiles" if device.type == "cuda" else f"blocks of {BLOCK_ROWS} rows"
             logger.warning("linear %dx%d %s: its bits depend on the batch; running it in %s", k, n, dtype, instead)
         if device.type == "cuda" and USE_LIBRARY:
-            _library_rows[k, n, dtype] = _equal_library_rows(k, n, dtype, device)
-            logger.info("linear %dx%d %s: library at %s rows", k, n, dtype, sorted(_library_rows[k, n, dtype]))
+            out_dtype = torch.float32 if (k, n, dtype) in shapes_in_fp32 else dtype
+            equal = _library_rows[(k, n, dtype), out_dtype] = _equal_library_rows(k, n, dtype, out_dtype, device)
+            logger.info("linear %dx%d %s: library at %s rows", k, n, dtype, sorted(equal))
         if device.type == "cuda" and segments_of(k, n)[0] > 1 and n <= WIDEST_NORM:
             norms.add((segments_of(k, n)[0], n, dtype, device))
     for num_segments, n, dtype, device in norms:
@@ -135,12 +141,11 @@ def _linear_on_gpu(
     activation: str | None,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    relu2, tiles = activation == "relu2", _tiles_for(x, weight)
-    library_rows = 0
-    if not tiles.split and out_dtype is None and not (relu2 and len(x) > MAX_SQUARED_ROWS):
-        library_rows = _library_row_count(x, weight)
+    relu2, tiles, library_rows = activation == "relu2", _tiles_for(x, weight), 0
+    if not tiles.split and not (relu2 and len(x) > MAX_SQUARED_ROWS):
+        library_rows = _library_row_count(x, weight, out_dtype or x.dtype)
     if library_rows:
-        out = torch.mm(_pad_rows(x, library_rows), weight)[: len(x)]
+        out = _library_product(_pad_rows(x, library_rows), weight, out_dtype or x.dtype)[: len(x)]
         out = out if bias is None else out.add_(bias)
         return out if activation is None else ACTIVATIONS[activation](out)
     if tiles.split:
@@ -157,7 +162,7 @@ def _tiles_for(x: torch.Tensor, weight: torch.Tensor) -> Tiles:
 
 def _segment_sums(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tensor:
     """[segments, M, N] fp32, rows contiguous: of a product whose tiles run segments side by side."""
-    library_rows = _library_row_count(x, weight)
+    library_rows = _library_row_count(x, weight, x.dtype)
     if not library_rows:
         return segment_sums(x, weight, tiles)
     return _library_sums(_pad_rows(x, library_rows), weight)[:, : len(x)]
@@ -169,12 +174,16 @@ def _library_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.bmm(by_segment, weight.view(num_segments, length, -1), out_dtype=torch.float32)
 
 
-def _library_row_count(x: torch.Tensor, weight: torch.Tensor) -> int:
+def _library_product(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    return torch.mm(x, weight) if out_dtype == x.dtype else torch.mm(x, weight, out_dtype=out_dtype)
+
+
+def _library_row_count(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> int:
     """The row count to pad x to, or 0: none of the equal ones is at most an eighth larger, or x lies otherwise in
     memory than what the check compared."""
     if not x.is_contiguous() or x.data_ptr() % WORD_BYTES:
         return 0
-    counts, num_rows = _library_rows.get((*weight.shape, weight.dtype), ()), len(x)
+    counts, num_rows = _library_rows.get(((*weight.shape, weight.dtype), out_dtype), ()), len(x)
     return next((count for count in sorted(counts) if num_rows <= count and count - num_rows <= num_rows // 8), 0)
 
 
@@ -186,7 +195,7 @@ def _pad_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
     return padded
 
 
-def _equal_library_rows(k: int, n: int, dtype: torch.dtype, device: torch.device) -> set[int]:
+def _equal_library_rows(k: int, n: int, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> set[int]:
     """Row counts at which the library gives the kernel's bits, over products that nearly cancel."""
     equal, (num_segments, length) = set(), segments_of(k, n)
     if dtype == torch.float32 or num_segments * length != k:
@@ -202,7 +211,10 @@ def _equal_library_rows(k: int, n: int, dtype: torch.dtype, device: torch.device
         if num_segments > 1:
             run, want = partial(_library_sums, rows, weight), segment_sums(rows, weight, tiles_for(count, k, n, dtype))
         else:
-            run, want = partial(torch.mm, rows, weight), linear_on_gpu(rows, weight)
+            run, want = (
+                partial(_library_product, rows, weight, out_dtype),
+                linear_on_gpu(rows, weight, out_dtype=out_dtype),
+            )
         if torch.equal(run(), want) and torch.equal(_replayed(run), want):
             equal.add(count)
     return equal

@@ -106,9 +106,9 @@ def try_tiles(chain: Chain, replays: int) -> list[dict]:
     for (rows, has_segments), tiles in tried.items():
         table = linear_triton._TILES[2, has_segments]
         place, before = [most for most, _ in table].index(rows), list(table)
-        for shape in known:
+        for shape, out_dtype in known:
             if (segments_of(*shape[:2])[0] > 1) == has_segments:
-                library._library_rows[shape] = set()
+                library._library_rows[shape, out_dtype] = set()
         for each in tiles:
             table[place] = (rows, each)
             try:

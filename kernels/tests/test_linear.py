@@ -107,13 +107,17 @@ def test_bias_activation_and_fp32_results_are_separate_steps(dtype: torch.dtype)
 
 def test_row_counts_of_the_library_are_padded_by_an_eighth_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.zeros(64, 32, dtype=torch.bfloat16)
-    monkeypatch.setattr(module, "_library_rows", {(64, 32, torch.bfloat16): {2048, 512}})
+    monkeypatch.setattr(module, "_library_rows", {((64, 32, torch.bfloat16), torch.bfloat16): {2048, 512}})
     x = torch.zeros(2050, 64, dtype=torch.bfloat16)
-    counts = {rows: module._library_row_count(x[:rows], weight) for rows in (1, 448, 456, 512, 513, 2000, 2049)}
+    counts = {
+        rows: module._library_row_count(x[:rows], weight, x.dtype) for rows in (1, 448, 456, 512, 513, 2000, 2049)
+    }
     assert counts == {1: 0, 448: 0, 456: 512, 512: 512, 513: 0, 2000: 2048, 2049: 0}
-    assert module._library_row_count(x[:512], x.new_zeros(64, 33)) == 0
+    assert module._library_row_count(x[:512], x.new_zeros(64, 33), x.dtype) == 0
+    assert module._library_row_count(x[:512], weight, torch.float32) == 0
     off_a_word, apart = x.view(-1)[1 : 1 + 512 * 64].view(512, 64), x[:512, :32]
-    assert module._library_row_count(off_a_word, weight) == module._library_row_count(apart, weight) == 0
+    assert module._library_row_count(off_a_word, weight, x.dtype) == 0
+    assert module._library_row_count(apart, weight, x.dtype) == 0
     padded = module._pad_rows(torch.ones(3, 2), 5)
     assert padded.sum() == 6 and padded.shape == (5, 2)
 
@@ -141,9 +145,17 @@ def test_the_library_serves_where_its_bits_are_the_kernels(monkeypatch: pytest.M
     monkeypatch.setattr(module, "MAX_LIBRARY_ELEMENTS", 4096 * 16)
     weight, bias = torch.randn(8, 16).bfloat16(), torch.randn(16).bfloat16()
     shape, cpu = (8, 16), torch.device("cpu")
-    assert module._equal_library_rows(*shape, torch.bfloat16, cpu) == {96, 128, 256, 384, 512, 2048, 4096}
-    assert module._equal_library_rows(*shape, torch.float32, cpu) == set()
-    monkeypatch.setattr(module, "_library_rows", {(8, 16, torch.bfloat16): {256, 512}})
+    assert module._equal_library_rows(*shape, torch.bfloat16, torch.bfloat16, cpu) == {
+        96,
+        128,
+        256,
+        384,
+        512,
+        2048,
+        4096,
+    }
+    assert module._equal_library_rows(*shape, torch.float32, torch.float32, cpu) == set()
+    monkeypatch.setattr(module, "_library_rows", {((8, 16, torch.bfloat16), torch.bfloat16): {256, 512}})
     kernel_rows.clear()
     x = torch.randn(500, 8).bfloat16()
     got = module._linear_on_gpu(x, weight, bias, "silu", None)
@@ -164,11 +176,13 @@ def test_on_a_gpu_a_row_gives_the_same_bits_in_any_batch(k: int, n: int, dtype: 
     x, weight = (tensor.cuda() for tensor in cancelling(600, k, n, dtype))
     assert check_linear_invariance([weight]) == []
     want, sums = linear(x, weight), linear(x, weight, out_dtype=torch.float32)
-    for num_rows in (1, 2, 16, 33, 100, 128, 200, 256, 512):
-        for first in (0, 1, 600 - num_rows):
-            rows = slice(first, first + num_rows)
-            assert torch.equal(linear(x[rows], weight), want[rows])
-            assert torch.equal(linear(x[rows], weight, out_dtype=torch.float32), sums[rows])
+    for in_fp32 in ([], [weight]):
+        assert check_linear_invariance([weight], in_fp32) == []
+        for num_rows in (1, 2, 16, 33, 100, 128, 200, 256, 512):
+            for first in (0, 1, 600 - num_rows):
+                rows = slice(first, first + num_rows)
+                assert torch.equal(linear(x[rows], weight), want[rows])
+                assert torch.equal(linear(x[rows], weight, out_dtype=torch.float32), sums[rows])
     for num_rows in (4, 128, 256):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
