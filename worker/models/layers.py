@@ -183,6 +183,7 @@ class Attention:
     """Grouped-query attention; without `rotary` the Mamba layers alone carry the order of the tokens.
 
     rotary: rotates queries and keys in place to the tokens' positions. scale: of the scores, head_dim^-1/2 by default.
+    out_name: of the projection back.
     """
 
     def __init__(
@@ -194,6 +195,7 @@ class Attention:
         bias: bool = False,
         rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None,
         scale: float | None = None,
+        out_name: str = "o_proj",
     ):
         self.kv_index = kv_index  # which of the cache's keys and values is this layer's
         self.num_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -202,7 +204,7 @@ class Attention:
         self.widths = [q_width, kv_width, kv_width]
         self.rotary, self.scale = rotary, scale or self.head_dim**-0.5
         self.qkv_proj = Linear(weights, [f"{name}.{part}_proj" for part in "qkv"], hidden, self.widths, bias)
-        self.o_proj = self.last = Linear(weights, f"{name}.o_proj", q_width, hidden, bias)
+        self.o_proj = self.last = Linear(weights, f"{name}.{out_name}", q_width, hidden, bias)
 
     def linears(self) -> list[Linear]:
         return [self.qkv_proj, self.o_proj]
