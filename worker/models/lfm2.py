@@ -132,6 +132,7 @@ class Lfm2(HybridModel):
     """The family's model."""
 
     Config = Lfm2Config
+    chunk_tokens = None
 
     def __init__(self, config: Lfm2Config, weights: Weights):
         super().__init__(config, weights)
