@@ -21,7 +21,7 @@ from mambalign.kernels.rows import ROW_POINTERS, MambaRows
 
 BLOCK_T, BLOCK_C = 16, 512  # tokens and channels of a program that only convolves
 BLOCK_KEPT = 1024  # tokens whose state_block a program looks at at a time
-MAX_WIDTH = 4  # of a conv whose window lies in registers: the width of every published family
+MAX_WIDTH = 4  # of a conv whose window lies in registers: the widest of the published families
 
 
 @triton.jit

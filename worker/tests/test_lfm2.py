@@ -115,9 +115,12 @@ def test_served(folder: Path, oracle: PreTrainedModel) -> None:
     check_served(folder, oracle)
 
 
-def test_a_scan_by_chunks_is_refused(folder: Path) -> None:
+def test_nothing_is_said_of_a_scan_and_one_by_chunks_is_refused(folder: Path) -> None:
+    options = dict(device="cpu", cache_memory=64 << 20)
+    with LLM(str(folder), **options) as llm:
+        assert llm.core.plan[1] == "runner: v2, conv states SD"
     with pytest.raises(ConfigError, match="--prefill-scan chunked: no layer of this model has a scan"):
-        LLM(str(folder), device="cpu", prefill_scan="chunked", cache_memory=64 << 20)
+        LLM(str(folder), **options, prefill_scan="chunked")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
