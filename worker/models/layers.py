@@ -111,6 +111,12 @@ class GatedRMSNorm:
         return rms_norm_gated(y, gate, self.weight, self.eps, self.group_width)
 
 
+def take_conv(weights: Weights, name: str, channels: int, width: int) -> torch.Tensor:
+    """The taps of a causal depthwise conv, fp32 [width, channels], oldest first; published as [channels, 1, width]."""
+    weight = weights.take(f"{name}.weight", (channels, 1, width), torch.float32)
+    return weight[:, 0].t().contiguous()
+
+
 class Mamba2Mixer:
     """Mamba-2 (arXiv 2405.21060): in_proj -> [gate | x B C | dt], conv over x B C, scan, gated norm, out_proj.
 
@@ -128,9 +134,8 @@ class Mamba2Mixer:
         self.in_proj = Linear(
             weights, f"{name}.in_proj", config.hidden_size, self.width + conv_dim + self.num_heads, config.use_bias
         )
-        conv_weight = weights.take(f"{name}.conv1d.weight", (conv_dim, 1, config.conv_kernel), fp32)
-        self.conv_weight = conv_weight[:, 0].t().contiguous()
-        self.conv_bias = conv_weight.new_zeros(conv_dim)
+        self.conv_weight = take_conv(weights, f"{name}.conv1d", conv_dim, config.conv_kernel)
+        self.conv_bias = self.conv_weight.new_zeros(conv_dim)
         if config.use_conv_bias:
             self.conv_bias = weights.take(f"{name}.conv1d.bias", (conv_dim,), fp32)
         self.A = -torch.exp(weights.take(f"{name}.A_log", (self.num_heads,), fp32))
@@ -182,7 +187,7 @@ class Mamba2Mixer:
 class Attention:
     """Grouped-query attention; without `rotary` the Mamba layers alone carry the order of the tokens.
 
-    rotary: rotates queries and keys in place to the tokens' positions. scale: of the scores, head_dim^-1/2 by default.
+    rotary: brings queries and keys, in place, to the tokens' positions. scale: of the scores, head_dim^-1/2 by default.
     out_name: of the projection back.
     """
 

@@ -1,7 +1,7 @@
 """LFM2 (arXiv 2511.23404): gated short convs and rotary attention with normed heads, each before a gated MLP.
 
-Names, shapes and formulas follow transformers' `Lfm2ForCausalLM`. No layer has a temporal
-state: what is kept of a text, beside keys and values, is the window of each conv.
+Names, shapes and formulas follow transformers' `Lfm2ForCausalLM`. No layer has a temporal state: what is kept of a
+text, beside keys and values, is the window of each conv.
 """
 
 from dataclasses import dataclass, fields
@@ -11,6 +11,7 @@ import torch
 
 from mambalign.kernels.causal_conv1d import MAX_WIDTH
 from mambalign.kernels.head_norm import norm_heads
+from mambalign.worker.mamba_columns import cdiv
 from mambalign.worker.models.gated_mlp import GatedMLP
 from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.layers import Attention, ForwardContext, RMSNorm
@@ -28,7 +29,7 @@ THETA = 1_000_000.0  # unless config.json says otherwise
 class Lfm2Config:
     """The fields that shape the computation, under their published names, with transformers' defaults."""
 
-    OLDER_NAMES: ClassVar[dict[str, str]] = {  # which go first
+    OLDER_NAMES: ClassVar[dict[str, str]] = {  # of fields; they win where both are there
         "tie_embedding": "tie_word_embeddings",
         "block_ff_dim": "intermediate_size",
     }
@@ -60,11 +61,8 @@ class Lfm2Config:
         """Of the MLPs: two thirds of what is published, times a factor, rounded up, unless that is switched off."""
         if not self.block_auto_adjust_ff_dim:
             return self.intermediate_size
-        width, multiple = (
-            int(self.block_ffn_dim_multiplier * int(2 * self.intermediate_size / 3)),
-            self.block_multiple_of,
-        )
-        return -(-width // multiple) * multiple
+        width = int(self.block_ffn_dim_multiplier * int(2 * self.intermediate_size / 3))
+        return cdiv(width, self.block_multiple_of) * self.block_multiple_of
 
     def attention_specs(self, dtype: torch.dtype, with_drafter: bool) -> list[AttentionSpec]:
         """KV shape of each attention layer."""
@@ -100,12 +98,13 @@ class Lfm2Config:
 
 
 def _layer_types(config: dict[str, Any]) -> tuple[str, ...]:
-    """Kind of each layer, from `layer_types` or from the older list of the layers with attention."""
-    count, attention = config.get("num_hidden_layers", 32), config.get("full_attn_idxs")
-    attention = list(range(count)) if attention is None else attention
-    if any(i not in range(count) for i in attention):
-        raise CheckpointError(f"config.json: full_attn_idxs = {attention} of {count} layers")
-    kinds = config.get("layer_types") or [ATTENTION if i in attention else CONV for i in range(count)]
+    """Kind of each layer, from `layer_types` or from the older list of the layers with attention: without one, all."""
+    kinds, attention = config.get("layer_types"), config.get("full_attn_idxs")
+    if kinds is None:
+        count = config.get("num_hidden_layers", 32)
+        if any(i not in range(count) for i in attention or ()):
+            raise CheckpointError(f"config.json: full_attn_idxs = {attention} of {count} layers")
+        kinds = [ATTENTION if attention is None or i in attention else CONV for i in range(count)]
     unknown = sorted({str(kind) for kind in kinds} - {CONV, ATTENTION})
     if unknown:
         raise CheckpointError(f"config.json: layer_types with {', '.join(unknown)}; served: {CONV}, {ATTENTION}")

@@ -3,7 +3,7 @@
 import torch
 
 from mambalign.kernels.causal_conv1d import causal_conv1d_varlen
-from mambalign.worker.models.layers import ForwardContext, Linear
+from mambalign.worker.models.layers import ForwardContext, Linear, take_conv
 from mambalign.worker.models.loader import Weights
 
 
@@ -12,11 +12,10 @@ class GatedShortConv:
 
     def __init__(self, config, weights: Weights, name: str, state_index: int):
         self.state_index = state_index  # which of the cache's conv states is this layer's
-        hidden, fp32 = config.hidden_size, torch.float32
+        hidden = config.hidden_size
         self.in_proj = Linear(weights, f"{name}.in_proj", hidden, 3 * hidden, config.conv_bias)
-        conv_weight = weights.take(f"{name}.conv.weight", (hidden, 1, config.conv_width), fp32)
-        self.conv_weight = conv_weight[:, 0].t().contiguous()
-        self.conv_bias = weights.take(f"{name}.conv.bias", (hidden,), fp32) if config.conv_bias else None
+        self.conv_weight = take_conv(weights, f"{name}.conv", hidden, config.conv_width)
+        self.conv_bias = weights.take(f"{name}.conv.bias", (hidden,), torch.float32) if config.conv_bias else None
         self.out_proj = self.last = Linear(weights, f"{name}.out_proj", hidden, hidden, config.conv_bias)
 
     def linears(self) -> list[Linear]:
