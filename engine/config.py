@@ -312,8 +312,10 @@ def check_checkpoint(config: EngineConfig, facts: CheckpointFacts) -> None:
         raise ConfigError(f"--spec-method mtp: {facts.name} has no MTP head; use --spec-method ngram")
 
 
-def check_chunks(config: EngineConfig, chunk_tokens: int) -> None:
-    """Refuse options under which prompts cannot run by chunks of so many tokens. Raises ConfigError."""
+def check_chunks(config: EngineConfig, chunk_tokens: int | None) -> None:
+    """Refuse options under which prompts cannot run by chunks of so many tokens; None: by none. Raises ConfigError."""
+    if chunk_tokens is None:
+        raise ConfigError("--prefill-scan chunked: no layer of this model has a scan; use --prefill-scan recurrent")
     block_tokens, budget = config.cache.mamba_block_size, config.scheduler.max_num_batched_tokens
     if config.cache.mamba_cache_mode == "align" and block_tokens % chunk_tokens:
         raise ConfigError(

@@ -255,10 +255,13 @@ class EngineCore:
     def _describe_options(self) -> list[str]:
         model, cache = self.config.model, self.config.cache
         drafts = f"{self.spec_tokens} a step by {self.spec_method}" if self.spec_tokens else "none"
+        states = f"conv states {cache.mamba_conv_layout}"
+        if any(spec.kind == "temporal" for spec in self._state_specs):
+            scan = self.config.runner.prefill_scan
+            states += f", temporal states {cache.mamba_ssm_cache_dtype}, prompts scanned {scan}"
         return [
             f"model: {self.facts.name}, {model.dtype} on {model.device}, up to {self.max_model_len:,} tokens a request",
-            f"runner: {self.config.runner.runner}, conv states {cache.mamba_conv_layout}, "
-            f"states {cache.mamba_ssm_cache_dtype}, prompts scanned {self.config.runner.prefill_scan}",
+            f"runner: {self.config.runner.runner}, {states}",
             f"drafts: {drafts}",
         ]
 

@@ -1,6 +1,7 @@
 """Causal depthwise convolution over a paged conv state.
 
-Formula: y_i = silu(bias + sum_k weight[k] * input[i - (W-1) + k]), one channel at a time, taps added in order in fp32.
+Formula: y_i = f(bias + sum_k weight[k] * input[i - (W-1) + k]), one channel at a time, taps added in order in fp32.
+f is silu, or nothing.
 
 Number a row's inputs from 0; those before, -(W-1) .. -1, are its window. A row's conv state holds the window of its
 next token. Decode rows keep more: the state block of their running column also has the inputs of the drafts, and their
@@ -20,7 +21,7 @@ from mambalign.kernels.rows import ROW_POINTERS, MambaRows
 
 BLOCK_T, BLOCK_C = 16, 512  # tokens and channels of a program that only convolves
 BLOCK_KEPT = 1024  # tokens whose state_block a program looks at at a time
-MAX_WIDTH = 4  # of a conv whose window lies in registers: the width of every published family
+MAX_WIDTH = 4  # of a conv whose window lies in registers: the widest of the published families
 
 
 @triton.jit
@@ -41,10 +42,10 @@ def causal_conv1d_kernel(
     p_x, p_conv_state, p_weight, p_bias, p_y,
     p_query_start, p_query_len, p_conv_block, p_conv_offset, p_temporal_block,
     X_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr,
-    DIM: tl.constexpr, WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, LEAVES_INPUTS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SILU: tl.constexpr,
+    LEAVES_INPUTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y_i = silu(bias + sum_k weight[k] * input[i - (W-1) + k]) of all rows, channel by channel, oldest tap first.
+    """y_i = f(bias + sum_k weight[k] * input[i - (W-1) + k]) of all rows, channel by channel, oldest tap first.
 
     Grid (channel tiles, rows, token tiles of the longest row). A program owns BLOCK_T tokens of a row and keeps the
     three inputs before a token in registers. Reads inputs, and the row's old window where they reach into it; writes y.
@@ -87,7 +88,7 @@ def causal_conv1d_kernel(
             b_sums = tl.fma(b_w2, b_x2.to(tl.float32), b_sums)
             b_sums = tl.fma(b_w1, b_x1.to(tl.float32), b_sums)
             b_sums = tl.fma(b_w0, b_x0.to(tl.float32), b_sums)
-            b_y = b_sums / (1.0 + tl.exp(-b_sums))
+            b_y = b_sums / (1.0 + tl.exp(-b_sums)) if HAS_SILU else b_sums
             tl.store(p_out, b_y.to(p_y.dtype.element_ty), mask=mask)
             p_out += DIM
             if LEAVES_INPUTS:
@@ -151,8 +152,9 @@ def causal_conv1d_varlen_reference(
     bias: torch.Tensor | None,
     rows: MambaRows,
     layout: str,
+    has_silu: bool = True,
 ) -> torch.Tensor:
-    """Convolve x and apply silu; leave every row's inputs in `conv_state`, in place.
+    """Convolve x, apply silu if `has_silu`, and leave every row's inputs in `conv_state`, in place.
 
     x [T, dim], whose tokens may lie further apart than dim; conv_state [blocks, state_len, dim] ("SD") or
     [blocks, dim, state_len] ("DS"), in the dtype of x; weight [W, dim] and bias [dim] in fp32. Returns [T, dim] in the
@@ -174,7 +176,7 @@ def causal_conv1d_varlen_reference(
         sums = torch.zeros(x.shape[1], dtype=torch.float32, device=x.device) if bias is None else bias
         for tap in range(window + 1):
             sums = sums + weight[tap] * inputs[tap : tap + num_inputs].float()
-        y[start : start + num_inputs] = silu(sums)
+        y[start : start + num_inputs] = silu(sums) if has_silu else sums
         if int(rows.is_decode[row]):
             slots[block, : window - 1 + num_inputs] = inputs[1:]
             continue
@@ -192,6 +194,7 @@ def causal_conv1d_varlen_triton(
     bias: torch.Tensor | None,
     rows: MambaRows,
     layout: str,
+    has_silu: bool = True,
 ) -> torch.Tensor:
     """`causal_conv1d_varlen_reference` in one launch when all rows are decode rows, else in two."""
     (num_tokens, dim), num_rows, width = x.shape, len(rows.query_start), weight.shape[0]
@@ -205,7 +208,7 @@ def causal_conv1d_varlen_triton(
     channel_tiles, token_tiles = triton.cdiv(dim, BLOCK_C), triton.cdiv(max(rows.max_query_len, 1), BLOCK_T)
     causal_conv1d_kernel[channel_tiles, num_rows, 1 if rows.all_decode else token_tiles](
         x, conv_state, weight, weight if bias is None else bias, y, *where,
-        *sizes, bias is not None, rows.all_decode, BLOCK_T, BLOCK_C, **pdl(x.device),
+        *sizes, bias is not None, has_silu, rows.all_decode, BLOCK_T, BLOCK_C, **pdl(x.device),
     )  # fmt: skip
     if not rows.all_decode:
         leave_conv_inputs_kernel[channel_tiles, num_rows](
@@ -221,12 +224,13 @@ def causal_conv1d_varlen(
     bias: torch.Tensor | None,
     rows: MambaRows,
     layout: str,
+    has_silu: bool = True,
 ) -> torch.Tensor:
     """`causal_conv1d_varlen_reference`, fast: no host value but those of `rows` is looked at."""
     assert conv_state.is_contiguous() and x.stride(1) == 1 and conv_state.dtype == x.dtype
     assert weight.is_contiguous() and weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32)
     if x.is_cuda:
-        return causal_conv1d_varlen_triton(x, conv_state, weight, bias, rows, layout)
+        return causal_conv1d_varlen_triton(x, conv_state, weight, bias, rows, layout, has_silu)
     from mambalign.kernels.cpu import conv_scan  # compiles: not where a GPU serves
 
-    return conv_scan.causal_conv1d(x, conv_state, weight, bias, rows, layout)
+    return conv_scan.causal_conv1d(x, conv_state, weight, bias, rows, layout, has_silu)

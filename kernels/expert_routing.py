@@ -14,7 +14,6 @@ from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 
 SORT_BLOCK = 1024
 NO_ID: tl.constexpr = tl.constexpr(2**31 - 1)
-TINY: tl.constexpr = tl.constexpr(1e-20)  # beside the sum of a token's scores, as published
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,7 @@ class Routing:
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    tiny: float = 1e-20  # beside the sum that normalised weights are divided by, as published
 
     def __post_init__(self):
         if not 1 <= self.top_k <= self.num_experts:
@@ -48,6 +48,7 @@ def route_experts_kernel(
     p_ids,
     p_weights,
     scale,
+    tiny,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -100,7 +101,7 @@ def route_experts_kernel(
         b_id, b_weight = tl.where(o_k == i, i_best, b_id), tl.where(o_k == i, value, b_weight)
         b_choice = tl.where(o_e == i_best, float("-inf"), b_choice)
     if NORMALISED:
-        b_weight = b_weight / (total + TINY)
+        b_weight = b_weight / (total + tiny)
     elif not SIGMOID:
         b_weight = b_weight / tl.sum(b_score, axis=0)
     tl.store(p_ids + i_t * TOP_K + o_k, b_id, mask=o_k < TOP_K)
@@ -156,7 +157,7 @@ def route_experts_reference(
         total = weights[:, :1].clone()
         for i in range(1, routing.top_k):
             total += weights[:, i : i + 1]
-        weights = weights.div_(total.add_(TINY.value))
+        weights = weights.div_(total.add_(routing.tiny))
     elif not routing.sigmoid:
         weights = weights.div_(_sum_by_halves(scores))
     return ids.int(), weights.mul_(routing.scale)
@@ -201,7 +202,7 @@ def route_experts_on_gpu(
     weights = logits.new_empty(num_tokens, routing.top_k)
     if num_tokens:
         route_experts_kernel[(num_tokens,)](
-            logits, logits if bias is None else bias, ids, weights, float(routing.scale),
+            logits, logits if bias is None else bias, ids, weights, float(routing.scale), routing.tiny,
             E=num_experts, TOP_K=routing.top_k, NUM_GROUPS=routing.num_groups, TOP_GROUPS=routing.top_groups,
             SIGMOID=routing.sigmoid, NORMALISED=routing.normalised, HAS_BIAS=bias is not None,
             BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(routing.top_k),

@@ -35,8 +35,9 @@ class StateCache:
     """The tensors, each indexed by block id first.
 
     keys, values: one per attention layer (target layers, then the drafter's), [num_kv_blocks, kv_block_tokens,
-    num_kv_heads, head_dim]. conv: one per mamba layer, [num_mamba_blocks, state_len, dim] (SD) or [.., dim, state_len]
-    (DS). temporal: one per mamba layer. carry: [num_mamba_blocks, hidden] or None without a drafter.
+    num_kv_heads, head_dim]. conv: one per layer with a conv, [num_mamba_blocks, state_len, dim] (SD) or [.., dim,
+    state_len] (DS). temporal: one per layer with a recurrence, if there are any, [num_mamba_blocks, ..]. carry:
+    [num_mamba_blocks, hidden] or None without a drafter.
     """
 
     kv_block_tokens: int

@@ -7,7 +7,7 @@ from cells import pool_memory
 
 from mambalign.engine.capacity import states_for_one
 from mambalign.worker.mamba_columns import cdiv
-from mambalign.worker.models.nemotron_h import NemotronH
+from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.sampling_params import SamplingParams, StructuredOutputs
 
 NUM_TOP_LOGPROBS = 2
@@ -16,7 +16,7 @@ NUM_TOP_LOGPROBS = 2
 class Setup(msgspec.Struct, frozen=True, omit_defaults=True):
     """An engine. Pools are given by what they have above the smallest that start-up takes."""
 
-    model: Literal["tiny", "shipped"] = "tiny"
+    model: Literal["tiny", "shipped", "conv"] = "tiny"
     runner: Literal["v1", "v2"] = "v1"
     layout: Literal["SD", "DS"] = "SD"
     block_tokens: int = 16  # B
@@ -33,7 +33,7 @@ class Setup(msgspec.Struct, frozen=True, omit_defaults=True):
     checked: bool = True  # --check-fused-copy
     late: bool = False  # V2: each step runs when its result is asked for
 
-    def options(self, model: NemotronH) -> dict[str, Any]:
+    def options(self, model: HybridModel) -> dict[str, Any]:
         """As `EngineConfig.from_options` takes them."""
         ahead = 2 if self.runner == "v2" else 1
         lookahead = max(1, self.spec_tokens) if self.spec_tokens and self.spec_method == "mtp" else 0

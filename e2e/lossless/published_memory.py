@@ -45,10 +45,11 @@ class PublishedMemory:
         self.num_states += 1
         window, is_ds = self._cache.conv_width - 1, self._cache.conv_layout == "DS"
         where = f"after {num_tokens} tokens, block {block}"
-        for layer, (conv, temporal) in enumerate(zip(self._cache.conv, self._cache.temporal, strict=True)):
+        for layer, (conv, theirs) in enumerate(zip(self._cache.conv, memory.conv, strict=True)):
             ours = conv[block, :, :window].T if is_ds else conv[block, :window]
-            assert torch.equal(ours, memory.conv[layer]), f"published conv state of layer {layer} {where}"
-            assert torch.equal(temporal[block], memory.temporal[layer]), f"published state of layer {layer} {where}"
+            assert torch.equal(ours, theirs), f"published conv state of layer {layer} {where}"
+        for layer, (temporal, theirs) in enumerate(zip(self._cache.temporal, memory.temporal, strict=True)):
+            assert torch.equal(temporal[block], theirs), f"published state of layer {layer} {where}"
         if self._cache.carry is not None:
             assert torch.equal(self._cache.carry[block], memory.hidden), f"published carry {where}"
 

@@ -18,7 +18,7 @@ from mambalign.engine.checkpoint import load_tokenizer
 from mambalign.engine.reference import STATE_BLOCK, Generation, ReferenceEngine
 from mambalign.worker.grammar import GrammarCompiler
 from mambalign.worker.logprobs import LogprobCopy
-from mambalign.worker.models.nemotron_h import NemotronH
+from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.registry import load_model
 from mambalign.worker.sampling_params import SamplingParams, TokenLogprobs
 from mambalign.worker.state_cache import StateCache
@@ -50,7 +50,7 @@ class Memory(msgspec.Struct, frozen=True):
 class Truth:
     """One model, and all that has been asked about it."""
 
-    def __init__(self, path: Path, model: NemotronH, streams: list[list[int]]):
+    def __init__(self, path: Path, model: HybridModel, streams: list[list[int]]):
         self.path, self.model, self.streams = path, model, streams
         self.tokenizer: Tokenizer = load_tokenizer(path).backend_tokenizer
         grammars = GrammarCompiler(self.tokenizer, model.vocab_size, model.eos_token_ids)
@@ -103,7 +103,10 @@ class Truth:
 
 @functools.cache
 def truth_of(model: str) -> Truth:
-    """Of the model that ships, whose streams are Python; or of a tiny random one, whose streams are random too."""
+    """Of the model that ships, whose streams are Python; or of a small random one, whose streams are random too.
+
+    "conv": one whose only recurrent states are conv windows.
+    """
     if model == "shipped":
         sources = [inspect.getsource(importlib.import_module(name)) for name in STREAM_MODULES]
         tokenizer = load_tokenizer(default_path())
@@ -111,7 +114,13 @@ def truth_of(model: str) -> Truth:
         return Truth(default_path(), default_model(), streams)
     rng = random.Random(0)
     streams = [[rng.randrange(3, TINY["vocab_size"]) for _ in range(STREAM_TOKENS)] for _ in STREAM_MODULES]
-    folder = write_checkpoint(Path(_tiny_folder().name), **TINY)
+    folder = Path(_small_folder(model).name)
+    if model == "conv":
+        from mambalign.worker.tests.test_families_on_gpu import CHECKPOINTS  # only here: it reads all families' tests
+
+        CHECKPOINTS["lfm2"](folder)
+    else:
+        write_checkpoint(folder, **TINY)
     cut_tokenizer(folder / "tokenizer.json", TINY["vocab_size"])
     return Truth(folder, load_model(folder, torch.float32, "cpu", show_progress=False), streams)
 
@@ -125,6 +134,6 @@ def cut_tokenizer(path: Path, vocab_size: int) -> None:
 
 
 @functools.cache
-def _tiny_folder() -> tempfile.TemporaryDirectory:
+def _small_folder(model: str) -> tempfile.TemporaryDirectory:
     """Engines read it whenever they start; gone with the process."""
-    return tempfile.TemporaryDirectory(prefix="mambalign-tiny-")
+    return tempfile.TemporaryDirectory(prefix=f"mambalign-{model}-")

@@ -93,6 +93,11 @@ def test_chunks_of_a_prompt_fit_a_step_and_a_block(chunk_tokens: int) -> None:
             check_chunks(EngineConfig.from_options(**fitting | wrong), chunk_tokens)
 
 
+def test_a_model_without_a_scan_has_no_chunks() -> None:
+    with pytest.raises(ConfigError, match="--prefill-scan chunked: no layer of this model has a scan"):
+        check_chunks(EngineConfig.from_options(prefill_scan="chunked"), None)
+
+
 def test_server_options_are_checked_too() -> None:
     for part in (ServerConfig(port=65536), ServerConfig(host=""), ServerConfig(api_key="")):
         with pytest.raises(ConfigError):

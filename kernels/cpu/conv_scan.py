@@ -38,27 +38,28 @@ def causal_conv1d(
     bias: torch.Tensor | None,
     rows: MambaRows,
     layout: str,
+    has_silu: bool = True,
 ) -> torch.Tensor:
     """As `causal_conv1d_varlen`. States of 16 bits are worked on in a copy of the rows' blocks."""
     if x.dtype != torch.float32:
-        return _causal_conv1d_16_bit(x, conv_state, weight, bias, rows, layout)
+        return _causal_conv1d_16_bit(x, conv_state, weight, bias, rows, layout, has_silu)
     num_tokens, dim = x.shape
     bias = torch.zeros(dim, dtype=torch.float32) if bias is None else bias
     y, slots_first = torch.empty(num_tokens, dim, dtype=torch.float32), layout == "SD"
-    arguments = (address_of(x), x.stride(0), conv_state.data_ptr(), *conv_state.shape, slots_first)
+    arguments = (address_of(x), x.stride(0), conv_state.data_ptr(), *conv_state.shape, slots_first, has_silu)
     arguments += (weight.data_ptr(), weight.shape[0], bias.data_ptr(), y.data_ptr(), num_tokens, *row_addresses(rows))
     share(lambda first, last: _conv(*arguments, first, last), dim, num_tokens * dim * CHANNEL_COST, LANES)
     return y
 
 
-def _causal_conv1d_16_bit(x, conv_state, weight, bias, rows: MambaRows, layout: str) -> torch.Tensor:
+def _causal_conv1d_16_bit(x, conv_state, weight, bias, rows: MambaRows, layout: str, has_silu: bool) -> torch.Tensor:
     """The blocks that rows name, widened, with the rows pointed at them; values are exact both ways."""
     named = torch.cat([rows.conv_block, rows.state_block]).clamp_(min=0)
     blocks, places = torch.unique(named, return_inverse=True)
     conv_block, state_block = places.int().split([len(rows.conv_block), len(rows.state_block)])
     rows = replace(rows, conv_block=conv_block, state_block=state_block.where(rows.state_block >= 0, -1))
     states = conv_state[blocks].float()
-    y = causal_conv1d(x.float(), states, weight, bias, rows, layout)
+    y = causal_conv1d(x.float(), states, weight, bias, rows, layout, has_silu)
     conv_state[blocks] = states.to(conv_state.dtype)
     return y.to(x.dtype)
 
@@ -182,9 +183,9 @@ def _leave(conv_state, slots_first, block, first, old, inputs, stride, oldest, c
             copy_values(conv_state[block, first:last, slot], values)
 
 
-@njit(f"void({ints(6)}, boolean, {ints(15)})", cache=True, nogil=True)
+@njit(f"void({ints(6)}, boolean, boolean, {ints(15)})", cache=True, nogil=True)
 def _conv(
-    x, stride, conv_state, num_blocks, length, width, slots_first, weight, conv_width, bias, y, num_tokens,
+    x, stride, conv_state, num_blocks, length, width, slots_first, has_silu, weight, conv_width, bias, y, num_tokens,
     query_start, query_len, conv_block, conv_offset, temporal_block, is_decode, state_block, num_rows, first, last,
 ):  # fmt: skip
     """Channels first .. last of all rows. A row's window is read before anything of the row is written."""
@@ -216,7 +217,10 @@ def _conv(
             copy_values(sums, bias[first:last])
             for tap in range(conv_width):
                 _multiply_add(sums, weight[tap, first:last], _input(old, inputs, stride, i - window + tap))
-            _silu(sums, y[start + i, first:last])
+            if has_silu:
+                _silu(sums, y[start + i, first:last])
+            else:
+                copy_values(y[start + i, first:last], sums)
             kept = np.int64(state_block[start + i])
             if is_decode[row] == 0 and kept >= 0 and kept != block:
                 _leave(conv_state, slots_first, kept, first, old, inputs, stride, i + 1 - window, window)

@@ -194,7 +194,8 @@ def compile_silu_mul(dtype: torch.dtype, x_dtype: torch.dtype):
 
 
 def compile_routing(num_experts: int, top_k: int, num_groups: int, sigmoid: bool):
-    types = {"p_logits": "*fp32", "p_bias": "*fp32", "p_ids": "*i32", "p_weights": "*fp32", "scale": "fp32"}
+    types = {"p_logits": "*fp32", "p_bias": "*fp32", "p_ids": "*i32", "p_weights": "*fp32"}
+    types |= {"scale": "fp32", "tiny": "fp32"}
     constants = {
         "E": num_experts,
         "TOP_K": top_k,

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 
 import pytest
@@ -110,10 +110,11 @@ class Layer:
         dtype: torch.dtype = torch.float32,
         by_chunks: bool = False,
         chunk: int = CHUNK,
+        plain_conv: bool = False,  # neither bias nor silu
     ):
         generator = torch.Generator().manual_seed(shape.conv_dim)
         self.shape, self.path, self.layout, self.dtype = shape, path, layout, dtype
-        self.by_chunks, self.chunk = by_chunks, chunk
+        self.by_chunks, self.chunk, self.plain_conv = by_chunks, chunk, plain_conv
         self.device = DEVICE if path == "triton" else "cpu"
         self.conv_weight = torch.randn(shape.conv_width, shape.conv_dim, generator=generator)
         self.conv_bias = torch.randn(shape.conv_dim, generator=generator)
@@ -162,7 +163,8 @@ class Layer:
         )
         wide = wide.to(self.device)
         xbc, dt = wide[:, 3 : 3 + s.conv_dim], wide[:, 3 + s.conv_dim :]
-        xbc = self.conv(xbc, self.conv_state, self.conv_weight, self.conv_bias, batch, self.layout)
+        bias = None if self.plain_conv else self.conv_bias
+        xbc = self.conv(xbc, self.conv_state, self.conv_weight, bias, batch, self.layout, not self.plain_conv)
         assert xbc.dtype == self.dtype
         y = self.scan(
             xbc[:, : s.num_heads * s.head_dim].unflatten(1, (s.num_heads, -1)),
@@ -210,7 +212,8 @@ class Layer:
         A, D, dt_bias = self.A.cpu(), self.D.cpu(), self.dt_bias.cpu()
         padded = F.pad(xbc.double(), (0, 0, s.conv_width - 1, 0))
         windows = padded.unfold(0, s.conv_width, 1)  # [T, dim, W]
-        x, B, C = self.split(F.silu((windows * taps.t()).sum(-1) + bias))
+        sums = (windows * taps.t()).sum(-1)
+        x, B, C = self.split(sums if self.plain_conv else F.silu(sums + bias))
         per_group = s.num_heads // s.num_groups
         B, C = B.repeat_interleave(per_group, 1), C.repeat_interleave(per_group, 1)
         dt = F.softplus(dt.double() + dt_bias).clamp(min=DT_MIN)
@@ -251,6 +254,12 @@ def check_values(layer: Layer, num_tokens: int) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values(shape: Shape, path: str) -> None:
     check_values(Layer(shape, path), 70)
+
+
+def check_plain_conv(path: str, layout: str, lengths: list[int]) -> None:
+    new_layer = partial(Layer, Shape(2, 1, 2, 3, 3), path, layout, plain_conv=True)
+    check_values(new_layer(), 8)
+    check_schedule(new_layer(), lengths, seed=0)
 
 
 @dataclass
@@ -314,6 +323,12 @@ def check_schedule(layer: Layer, lengths: list[int], seed: int) -> None:
 def test_bits_do_not_depend_on_pieces_batch_or_drafts(shape: Shape, layout: str, path: str) -> None:
     for seed in range(3):
         check_schedule(Layer(shape, path, layout), [1, 2, 3, 15, 16, 40, 63], seed)
+
+
+@EVERYWHERE
+@LAYOUTS
+def test_a_conv_without_bias_and_silu(layout: str, path: str) -> None:
+    check_plain_conv(path, layout, [1, 2, 3, 15, 16, 40, 63])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -408,6 +423,7 @@ def test_triton_values_and_bits(layout: str) -> None:
         check_schedule(Layer(shape, "triton", layout), [1, 9], seed=0)
     check_boundaries(Layer(Shape(1, 5, 1, 6, 4), "triton", layout), has_state=layout == "SD")
     check_decode_slots(Layer(Shape(1, 5, 1, 6, 4), "triton", layout))
+    check_plain_conv("triton", layout, [1, 9])
 
 
 @INTERPRETED
@@ -508,12 +524,12 @@ def build(kernel, kind, constants, num_warps=4):
 for kind, heads, head_dim, groups, d_state in (("bf16", 128, 64, 8, 128), ("fp32", 8, 64, 2, 64)):
     width, bc = heads * head_dim, groups * d_state
     dim = width + 2 * bc
-    sizes = {"X_STRIDE": width + dim + heads, "DIM": dim, "WINDOW": 3, "HAS_BIAS": True}
+    sizes = {"X_STRIDE": width + dim + heads, "DIM": dim, "WINDOW": 3, "HAS_BIAS": True, "HAS_SILU": True}
     sizes |= {"BLOCK_T": conv.BLOCK_T, "BLOCK_C": conv.BLOCK_C, "BLOCK_KEPT": conv.BLOCK_KEPT, "BLOCK_STRIDE": 6 * dim}
     for slot, channel in ((dim, 1), (1, 6)):
         layout = sizes | {"SLOT_STRIDE": slot, "CHANNEL_STRIDE": channel}
-        for leaves in (False, True):
-            build(conv.causal_conv1d_kernel, kind, layout | {"LEAVES_INPUTS": leaves})
+        for more in ({"LEAVES_INPUTS": False}, {}, {"WINDOW": 2, "HAS_BIAS": False, "HAS_SILU": False}):
+            build(conv.causal_conv1d_kernel, kind, layout | {"LEAVES_INPUTS": True} | more)
         build(conv.leave_conv_inputs_kernel, kind, layout)
     sizes = {"X_STRIDE": dim, "BC_STRIDE": dim, "DT_STRIDE": width + dim + heads, "NUM_HEADS": heads}
     sizes |= {"NUM_GROUPS": groups, "GROUP_HEADS": heads // groups, "HEAD_DIM": head_dim, "D_STATE": d_state}
@@ -534,5 +550,5 @@ def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("shuffles") == 17
+    assert done.stdout.count("shuffles") == 21
     assert "mamba2_scan_kernel bf16 12 shuffles" in done.stdout

@@ -25,7 +25,7 @@ HALF = (
     torch.bfloat16 if torch.cuda.is_available() else torch.float16
 )  # the interpreter's dot reads bfloat16 as integers
 ROUTINGS = {
-    "sigmoid": Routing(7, 3, sigmoid=True, normalised=True, scale=2.5),
+    "sigmoid": Routing(7, 3, sigmoid=True, normalised=True, scale=2.5, tiny=0.25),
     "groups": Routing(24, 4, sigmoid=True, normalised=False, scale=1.5, num_groups=4, top_groups=2),
     "two of three groups": Routing(33, 6, sigmoid=True, normalised=True, num_groups=3, top_groups=2),
     "softmax": Routing(10, 4, sigmoid=False, normalised=True),
@@ -46,7 +46,7 @@ def plain_route(logits: list[float], bias: list[float], routing: Routing) -> tup
     best_groups = sorted(range(routing.num_groups), key=lambda g: (-sum(groups[g]), g))[: routing.top_groups]
     allowed = [e for e in range(routing.num_experts) if routing.num_groups == 1 or e // size in best_groups]
     ids = sorted(allowed, key=lambda e: (-choice[e], e))[: routing.top_k]
-    total = sum(scores[e] for e in ids) if routing.normalised else 1.0
+    total = sum(scores[e] for e in ids) + routing.tiny if routing.normalised else 1.0
     return ids, [scores[e] / total * routing.scale for e in ids]
 
 

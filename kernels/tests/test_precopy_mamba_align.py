@@ -227,6 +227,22 @@ def test_a_state_without_a_conv_has_no_tiles_where_it_lies_already(device):
 
 
 @LAYOUTS
+def test_conv_states_alone_move_with_every_bias(device, layout):
+    """Where no state is copied whole, none lies at its destination already: all tiles of a row move with any bias."""
+    case = Case(device, layout, num_blocks=20, width=4).add("conv", (5, 300), torch.bfloat16).add("conv", (5, 9))
+    case.num_programs = 3
+    case.prepare(4)
+    for slot, bias in enumerate((1, 0, 2, 1)):
+        case.decide(slot, 0, 1, bias)
+    states = case.table_of_states()
+    assert states.num_conv_tiles == states.num_tiles > 2
+    expected = case.expected([0, 2])
+    case.run_precopy(work_list=[2, 0])
+    case.check(expected)
+    check_precopy(case)
+
+
+@LAYOUTS
 @pytest.mark.parametrize("num_reqs", [1, 4, 16, 65])
 def test_work_list_and_all_rows_agree(device, layout, num_reqs):
     """The work list only names the rows to visit."""

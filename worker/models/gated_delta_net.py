@@ -8,7 +8,7 @@ from mambalign.kernels.causal_conv1d import causal_conv1d_varlen
 from mambalign.kernels.gated_delta_chunk_scan import gated_delta_chunk_scan_varlen
 from mambalign.kernels.gated_delta_rule import compile_for, gated_delta_rule_varlen
 from mambalign.kernels.rms_norm import rms_norm_then_gate
-from mambalign.worker.models.layers import ForwardContext, Linear
+from mambalign.worker.models.layers import ForwardContext, Linear, take_conv
 from mambalign.worker.models.loader import Weights
 
 
@@ -26,8 +26,7 @@ class GatedDeltaNet:
         self.in_widths = [2 * key_width + width, width, self.num_heads, self.num_heads]
         self.qkv_widths = [key_width, key_width, width]
         self.in_proj = in_proj
-        conv_weight = weights.take(f"{name}.conv1d.weight", (self.in_widths[0], 1, config.conv_width), fp32)
-        self.conv_weight = conv_weight[:, 0].t().contiguous()
+        self.conv_weight = take_conv(weights, f"{name}.conv1d", self.in_widths[0], config.conv_width)
         self.A = -torch.exp(weights.take(f"{name}.A_log", (self.num_heads,), fp32))
         self.dt_bias = weights.take(f"{name}.dt_bias", (self.num_heads,), fp32)
         self.norm_weight = weights.take(f"{name}.norm.weight", (config.linear_value_head_dim,), fp32)

@@ -26,7 +26,7 @@ class HybridConfig(Protocol):
     max_position_embeddings: int
     eos_token_id: tuple[int, ...]
     tie_word_embeddings: bool
-    conv_width: int  # taps of the causal conv
+    conv_width: int  # taps of the causal convs
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "HybridConfig":
@@ -38,7 +38,10 @@ class HybridConfig(Protocol):
         ...
 
     def state_specs(self, dtype: torch.dtype, temporal_dtype: torch.dtype, with_drafter: bool) -> list[StateSpec]:
-        """Recurrent states of each layer that has some, and the drafter's carry. Needs no weight."""
+        """Recurrent states of each layer that has some, of each kind that it has, and the drafter's carry.
+
+        Needs no weight.
+        """
         ...
 
 
@@ -60,7 +63,7 @@ class HybridModel:
     blocks: list[Block]
     final_norm: RMSNorm
     mtp: MtpHead | None = None
-    chunk_tokens: int  # of a prompt, that `--prefill-scan chunked` runs through a recurrent layer together
+    chunk_tokens: int | None  # of a prompt, that `--prefill-scan chunked` scans together; None: no layer has a scan
 
     def __init__(self, config: HybridConfig, weights: Weights):
         self.config, self.dtype = config, weights.dtype
@@ -112,7 +115,7 @@ class HybridModel:
         return self.config.attention_specs(self.dtype, with_drafter=with_drafter and self.has_mtp)
 
     def state_specs(self, temporal_dtype: torch.dtype = torch.float32, with_drafter: bool = True) -> list[StateSpec]:
-        """The recurrent states of each layer, and the carry when there is an MTP head."""
+        """The recurrent states of each layer that has some, and the carry when there is an MTP head."""
         return self.config.state_specs(self.dtype, temporal_dtype, with_drafter=with_drafter and self.has_mtp)
 
     def forward(self, batch: ForwardBatch, cache: StateCache) -> torch.Tensor:

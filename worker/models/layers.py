@@ -111,6 +111,12 @@ class GatedRMSNorm:
         return rms_norm_gated(y, gate, self.weight, self.eps, self.group_width)
 
 
+def take_conv(weights: Weights, name: str, channels: int, width: int) -> torch.Tensor:
+    """The taps of a causal depthwise conv, fp32 [width, channels], oldest first; published as [channels, 1, width]."""
+    weight = weights.take(f"{name}.weight", (channels, 1, width), torch.float32)
+    return weight[:, 0].t().contiguous()
+
+
 class Mamba2Mixer:
     """Mamba-2 (arXiv 2405.21060): in_proj -> [gate | x B C | dt], conv over x B C, scan, gated norm, out_proj.
 
@@ -128,9 +134,8 @@ class Mamba2Mixer:
         self.in_proj = Linear(
             weights, f"{name}.in_proj", config.hidden_size, self.width + conv_dim + self.num_heads, config.use_bias
         )
-        conv_weight = weights.take(f"{name}.conv1d.weight", (conv_dim, 1, config.conv_kernel), fp32)
-        self.conv_weight = conv_weight[:, 0].t().contiguous()
-        self.conv_bias = conv_weight.new_zeros(conv_dim)
+        self.conv_weight = take_conv(weights, f"{name}.conv1d", conv_dim, config.conv_kernel)
+        self.conv_bias = self.conv_weight.new_zeros(conv_dim)
         if config.use_conv_bias:
             self.conv_bias = weights.take(f"{name}.conv1d.bias", (conv_dim,), fp32)
         self.A = -torch.exp(weights.take(f"{name}.A_log", (self.num_heads,), fp32))
@@ -182,7 +187,8 @@ class Mamba2Mixer:
 class Attention:
     """Grouped-query attention; without `rotary` the Mamba layers alone carry the order of the tokens.
 
-    rotary: rotates queries and keys in place to the tokens' positions. scale: of the scores, head_dim^-1/2 by default.
+    rotary: brings queries and keys, in place, to the tokens' positions. scale: of the scores, head_dim^-1/2 by default.
+    out_name: of the projection back.
     """
 
     def __init__(
@@ -194,6 +200,7 @@ class Attention:
         bias: bool = False,
         rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None,
         scale: float | None = None,
+        out_name: str = "o_proj",
     ):
         self.kv_index = kv_index  # which of the cache's keys and values is this layer's
         self.num_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -202,7 +209,7 @@ class Attention:
         self.widths = [q_width, kv_width, kv_width]
         self.rotary, self.scale = rotary, scale or self.head_dim**-0.5
         self.qkv_proj = Linear(weights, [f"{name}.{part}_proj" for part in "qkv"], hidden, self.widths, bias)
-        self.o_proj = self.last = Linear(weights, f"{name}.o_proj", q_width, hidden, bias)
+        self.o_proj = self.last = Linear(weights, f"{name}.{out_name}", q_width, hidden, bias)
 
     def linears(self) -> list[Linear]:
         return [self.qkv_proj, self.o_proj]

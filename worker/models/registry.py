@@ -11,6 +11,8 @@ from mambalign.worker.models.bamba import Bamba
 from mambalign.worker.models.falcon_h1 import FalconH1
 from mambalign.worker.models.granite_hybrid import GraniteHybrid
 from mambalign.worker.models.hybrid import HybridConfig, HybridModel
+from mambalign.worker.models.lfm2 import Lfm2
+from mambalign.worker.models.lfm2_moe import Lfm2Moe
 from mambalign.worker.models.loader import (
     TEXT_CONFIGS,
     CheckpointError,
@@ -27,6 +29,8 @@ FAMILIES: dict[str, type[HybridModel]] = {  # config.json's model_type -> class
     "bamba": Bamba,
     "falcon_h1": FalconH1,
     "granitemoehybrid": GraniteHybrid,
+    "lfm2": Lfm2,
+    "lfm2_moe": Lfm2Moe,
     "nemotron_h": NemotronH,
     "qwen3_5": Qwen35,
     "qwen3_5_moe": Qwen35Moe,

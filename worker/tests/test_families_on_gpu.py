@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BambaConfig, BambaForCausalLM, FalconH1Config, FalconH1ForCausalLM
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
+)
 from transformers import GraniteMoeHybridConfig as GraniteConfig
 from transformers import GraniteMoeHybridForCausalLM as GraniteForCausalLM
 
@@ -21,6 +30,7 @@ from mambalign.worker.tests import (
     test_bamba,
     test_falcon_h1,
     test_granite_hybrid,
+    test_lfm2,
     test_qwen,
 )
 from mambalign.worker.tests.texts import (
@@ -64,6 +74,8 @@ CHECKPOINTS = {
     "falcon_h1": written(FalconH1ForCausalLM, FalconH1Config, test_falcon_h1.SMALL["norm, then gate"]),
     "granitemoehybrid": written(GraniteForCausalLM, GraniteConfig, test_granite_hybrid.SMALL["nope"]),
     "granitemoehybrid experts": written(GraniteForCausalLM, GraniteConfig, test_granite_hybrid.SMALL["experts"]),
+    "lfm2": written(Lfm2ForCausalLM, Lfm2Config, test_lfm2.SMALL["odd"]),
+    "lfm2_moe": written(Lfm2MoeForCausalLM, Lfm2MoeConfig, test_lfm2.SMALL["experts"]),
     "qwen3_next": qwen("next_moe"),
     "qwen3_5": qwen("multimodal"),
     "qwen3_5_moe": qwen("moe"),

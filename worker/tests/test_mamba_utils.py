@@ -25,10 +25,13 @@ W, DIM, HIDDEN = 4, 5, 3
 MAX_LEN, MAX_REQS = 96, 4
 
 
-def make_cache(layout: str, block_tokens: int, num_spec_tokens: int, num_blocks: int) -> StateCache:
+def make_cache(
+    layout: str, block_tokens: int, num_spec_tokens: int, num_blocks: int, only_conv: bool = False
+) -> StateCache:
     specs = [StateSpec("0", "conv", (DIM,), torch.float32), StateSpec("0", "temporal", (2, 3), torch.float32)]
     specs += [StateSpec("1", "conv", (2 * DIM,), torch.bfloat16), StateSpec("1", "temporal", (4,), torch.float32)]
     specs += [StateSpec("mtp", "carry", (HIDDEN,), torch.float32)]
+    specs = [spec for spec in specs if spec.kind == "conv" or not only_conv]
     return StateCache.allocate(
         [],
         specs,
@@ -68,7 +71,7 @@ class Model:
         return conv[block].T if self.cache.conv_layout == "DS" else conv[block]
 
     def whole(self) -> list[torch.Tensor]:
-        return [*self.cache.temporal, self.cache.carry]
+        return [*self.cache.temporal, *([] if self.cache.carry is None else [self.cache.carry])]
 
     def step(self, text: int, n: int, q: int, is_decode: bool, blocks: dict[int, int], column: int, accepted: int):
         """Check what the row reads, then write what it leaves: DESIGN section 2, "Forward"."""
@@ -116,9 +119,14 @@ def test_rows_find_their_own_states(layout, num_spec_tokens, fused):
     assert (postcopies > 0) == (biased > 0) == (num_spec_tokens > 0)  # S = 0 ends on every boundary in place
 
 
-def run_rows(rng: random.Random, layout: str, S: int, B: int, fused: bool) -> tuple[int, int]:
+@pytest.mark.parametrize(("layout", "fused"), [("SD", True), ("SD", False), ("DS", True)])
+def test_rows_of_a_model_whose_states_are_conv_windows_alone(layout, fused):
+    assert min(run_rows(random.Random(0), layout, 3, 4, fused, only_conv=True)) > 0
+
+
+def run_rows(rng: random.Random, layout: str, S: int, B: int, fused: bool, only_conv: bool = False) -> tuple[int, int]:
     width = table_width(MAX_LEN, B, S)
-    cache = make_cache(layout, B, S, 1 + MAX_REQS * width)
+    cache = make_cache(layout, B, S, 1 + MAX_REQS * width, only_conv)
     ctx = MambaSpecDecodeGPUContext(cache, MAX_REQS, width, copy_block_size=64) if fused else None
     batch, model = InputBatch(MAX_REQS, width, B), Model(cache, S)
     prompts = [rng.randint(1, 3 * B) for _ in range(MAX_REQS)]
