@@ -41,6 +41,7 @@ ROWS_TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 31, 32, 33, 37, 48, 64, 65, 10
 MAX_ROWS = 512  # most rows of one call to the library; more rows are run in pieces of this many
 
 LIBRARY_ROWS = (96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)  # row counts at which a GPU's library may serve
+MOST_OWN_ROWS = 128  # of segments side by side, that the kernel adds up as fast as the library
 MAX_SQUARED_ROWS = 256  # of the library; past them the kernel, which squares as it stores, is faster
 MAX_LIBRARY_ELEMENTS = 1 << 28  # of a result that the check computes twice
 WIDEST_NORM = 8192  # no stream of hidden states is wider
@@ -202,7 +203,7 @@ def _equal_library_rows(k: int, n: int, dtype: torch.dtype, out_dtype: torch.dty
         return equal
     counts = [count for count in LIBRARY_ROWS if count * n <= MAX_LIBRARY_ELEMENTS]
     if num_segments > 1:
-        counts = [count for count in counts if tiles_for(count, k, n, dtype).split]
+        counts = [count for count in counts if count > MOST_OWN_ROWS and tiles_for(count, k, n, dtype).split]
     if not counts:
         return equal
     x, weight = (each.to(dtype) for each in hard_inputs(max(counts), k, n, device))

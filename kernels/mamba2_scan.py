@@ -74,10 +74,12 @@ def load_quarters(p, mask, o_i, D_STATE: tl.constexpr, BLOCK_I: tl.constexpr):
 
 @triton.jit
 def store_quarters(p, mask, o_i, b_0, b_1, b_2, b_3, D_STATE: tl.constexpr, BLOCK_I: tl.constexpr):
-    tl.store(p, b_0.to(p.dtype.element_ty), mask=mask & (o_i < D_STATE))
-    tl.store(p + BLOCK_I, b_1.to(p.dtype.element_ty), mask=mask & (o_i < D_STATE - BLOCK_I))
-    tl.store(p + 2 * BLOCK_I, b_2.to(p.dtype.element_ty), mask=mask & (o_i < D_STATE - 2 * BLOCK_I))
-    tl.store(p + 3 * BLOCK_I, b_3.to(p.dtype.element_ty), mask=mask & (o_i < D_STATE - 3 * BLOCK_I))
+    """As `load_quarters` reads them; past the caches, since no kernel of this step reads them."""
+    dtype: tl.constexpr = p.dtype.element_ty
+    tl.store(p, b_0.to(dtype), mask=mask & (o_i < D_STATE), cache_modifier=".cs")
+    tl.store(p + BLOCK_I, b_1.to(dtype), mask=mask & (o_i < D_STATE - BLOCK_I), cache_modifier=".cs")
+    tl.store(p + 2 * BLOCK_I, b_2.to(dtype), mask=mask & (o_i < D_STATE - 2 * BLOCK_I), cache_modifier=".cs")
+    tl.store(p + 3 * BLOCK_I, b_3.to(dtype), mask=mask & (o_i < D_STATE - 3 * BLOCK_I), cache_modifier=".cs")
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """How fast the linear layers of a model are one after another, as in a step: chains of layers in a CUDA graph.
 
-A layer here is norm, first product, second product, norm, third, fourth; its time covers launches and what kernels
-hide of each other, which single calls do not show. The limit is the weights' bytes at the measured copy rate, or the
-operations at 790 TFLOP/s. `--tiles` also tries other tiles for each line of the kernel's tables, the library left out
-of what they serve. Ends in one JSON line. Needs a CUDA device.
+A layer here is norm, product, gate, product, twice over; its time covers launches and what kernels hide of each other,
+which single calls do not show. The limit is the weights' bytes at the measured copy rate, or the operations at
+790 TFLOP/s. `--tiles` also tries other tiles for each line of the kernel's tables, the library left out of what they
+serve. Ends in one JSON line. Needs a CUDA device.
 """
 
 import argparse
@@ -22,13 +22,15 @@ from machine_rates import copy_rate
 from mambalign.kernels import linear as library
 from mambalign.kernels import linear_triton
 from mambalign.kernels.linear import check_linear_invariance, linear, linear_for_sum
-from mambalign.kernels.linear_triton import Tiles, linear_on_gpu, segments_of
+from mambalign.kernels.linear_triton import Tiles, kind_of, linear_on_gpu
 from mambalign.kernels.rms_norm import add_rms_norm
+from mambalign.kernels.silu_mul import silu_mul
 
 DEVICE, HIDDEN, TFLOPS = "cuda", 4096, 790.0
 LAYERS = 6  # of a chain, of weights of their own: more than the L2 cache holds
 ROWS = (1, 4, 16, 32, 64, 96, 128, 192, 256, 2048, 8192)
 TABLE_ROWS = (16, 32, 64, 128, 256)
+MOST_SHARED = 225_000  # bytes of a multiprocessor that a program may take
 MODELS = {  # the four products of a layer: (K, N) each
     "8B Nemotron-H": ((HIDDEN, 18560), (8192, HIDDEN), (HIDDEN, 21504), (21504, HIDDEN)),
     "9B Qwen3.5": ((HIDDEN, 12352), (HIDDEN, HIDDEN), (HIDDEN, 24576), (12288, HIDDEN)),
@@ -54,14 +56,16 @@ class Chain:
         return cls(name, weights, torch.ones(HIDDEN, device=DEVICE))
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, hidden]. A product's columns beyond what the next one takes are left out."""
+        """x [M, hidden]. Between two products a gate: the first columns that the next one takes times the last ones."""
         residual = x
         for first, second, third, fourth in self.weights:
-            x, residual = add_rms_norm(x, residual, self.norm, 1e-5)
-            x = linear_for_sum(linear(x, first)[:, : len(second)].contiguous(), second)
-            x, residual = add_rms_norm(x, residual, self.norm, 1e-5)
-            activation = "relu2" if third.shape[1] == len(fourth) else None
-            x = linear_for_sum(linear(x, third, activation=activation)[:, : len(fourth)].contiguous(), fourth)
+            for wide, back in ((first, second), (third, fourth)):
+                x, residual = add_rms_norm(x, residual, self.norm, 1e-5)
+                if wide.shape[1] == len(back):
+                    x = linear_for_sum(linear(x, wide, activation="relu2"), back)
+                else:
+                    y = linear(x, wide)
+                    x = linear_for_sum(silu_mul(y[:, : len(back)], y[:, -len(back) :]), back)
         return x
 
     def layer_us(self, num_rows: int, replays: int) -> list[float]:
@@ -74,51 +78,41 @@ class Chain:
 
 
 def candidates(most_rows: int) -> Iterator[Tiles]:
-    """Tiles worth a try for so many rows, fetched by the copy engine."""
-    if most_rows <= 32:
-        sizes = ((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (128, 64, 4, 4), (128, 64, 4, 5), (128, 128, 4, 3))
-        sizes += ((64, 256, 4, 3), (32, 256, 4, 4), (64, 64, 4, 7))
-        yield from (Tiles(most_rows, *each, tma=True) for each in sizes)
-        return
-    for block_m, sizes in (
-        (64, ((64, 64, 4, 5), (64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 3))),
-        (128, ((64, 64, 4, 4), (64, 64, 8, 4), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3))),
-        (256, ((64, 64, 8, 4), (128, 64, 8, 3))),
-    ):
-        if block_m <= most_rows:
-            yield from (Tiles(block_m, *each, tma=True) for each in sizes)
+    """Tiles worth a try for so many rows, fetched by the copy engine: few deep ones, and many that share the room."""
+    for block_m in (min(most_rows, 64), 128, 256):
+        for block_n, block_k, num_warps in product((64, 128, 256), (64, 128), (4, 8)):
+            stage_bytes = 2 * block_k * (block_m + block_n)
+            for num_stages in (3, 4, 5, 6, 8):
+                if block_m <= most_rows and 48 << 10 <= num_stages * stage_bytes <= MOST_SHARED:
+                    yield Tiles(block_m, block_n, block_k, num_warps, num_stages, tma=True)
 
 
 def try_tiles(chain: Chain, replays: int) -> list[dict]:
     """A layer's time with each candidate in a line of the tables, the line's own tiles first."""
-    tried, results = {}, []
-    for rows, has_segments in product(TABLE_ROWS, (True, False)):
-        own = dict(linear_triton._TILES[2, has_segments])[rows]
-        tiles = [own, *(each._replace(split=has_segments) for each in candidates(rows))]
-        tried[rows, has_segments] = list(dict.fromkeys(tiles))
-    shapes = {has: [w for w in chain.weights[0] if (segments_of(*w.shape)[0] > 1) == has] for has in (True, False)}
-    compile_all(
-        partial(linear_on_gpu, half(rows, len(weight)), weight, tiles=each)
-        for (rows, has_segments), tiles in tried.items()
-        for each, weight in product(tiles, shapes[has_segments])
-    )
-    known = dict(library._library_rows)
-    for (rows, has_segments), tiles in tried.items():
-        table = linear_triton._TILES[2, has_segments]
+    by_kind: dict[str, list[torch.Tensor]] = {}
+    for weight in chain.weights[0]:
+        by_kind.setdefault(kind_of(*weight.shape), []).append(weight)
+    known, results = dict(library._library_rows), []
+    for rows, (kind, weights) in product(TABLE_ROWS, by_kind.items()):
+        table = linear_triton._TILES[2, kind]
         place, before = [most for most, _ in table].index(rows), list(table)
+        own = before[place][1]
+        tiles = list(dict.fromkeys([own, *(each._replace(split=own.split) for each in candidates(rows))]))
+        compile_all(
+            partial(linear_on_gpu, half(rows, len(weight)), weight, tiles=each) for each in tiles for weight in weights
+        )
         for shape, out_dtype in known:
-            if (segments_of(*shape[:2])[0] > 1) == has_segments:
+            if kind_of(*shape[:2]) == kind:
                 library._library_rows[shape, out_dtype] = set()
         for each in tiles:
             table[place] = (rows, each)
             try:
                 us = median(chain.layer_us(rows, replays))
-            except Exception as error:  # too much shared memory
+            except Exception as error:  # too much shared memory, or too many registers
                 print(f"  {tuple(each)}: {str(error).splitlines()[0][:80]}")
                 continue
-            kind = "segments" if has_segments else "whole"
             print(f"{chain.name:14} {rows:4} rows {kind:8} {tuple(each)} {us:8.1f} us", flush=True)
-            results.append({"model": chain.name, "rows": rows, "segments": has_segments, "tiles": each, "us": us})
+            results.append({"model": chain.name, "rows": rows, "kind": kind, "tiles": each, "us": us})
         table[:] = before
         library._library_rows.update(known)
     return results
