@@ -137,7 +137,7 @@ def pool_memory(
     usable = num_states * state + num_kv_blocks * kv_block
     return {
         "cache_memory": usable + state + kv_block,  # and the two null blocks
-        "mamba_cache_fraction": (num_states * state + state // 2) / usable,
+        "mamba_cache_fraction": (num_states * state + min(state, kv_block) // 2) / usable,
     }
 
 
