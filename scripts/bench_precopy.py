@@ -17,6 +17,7 @@ from device_times import graph_times
 from machine_rates import copy_rate
 
 from mambalign.kernels.launch import persistent_programs
+from mambalign.kernels.mamba_state_table import COPY_BLOCK_SIZE
 from mambalign.kernels.postprocess_mamba import postprocess_mamba_fused
 from mambalign.kernels.precopy_mamba_align import precopy_mamba_align_fused
 from mambalign.kernels.preprocess_mamba_align import preprocess_mamba_align_fused
@@ -24,7 +25,6 @@ from mambalign.worker.batch import NewRow, ScheduledRow, SchedulerOutput
 from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import PrecopyInfo
 from mambalign.worker.mamba_utils import (
-    COPY_BLOCK_SIZE,
     MambaCopyList,
     MambaSpecDecodeGPUContext,
     collect_mamba_copy_meta,

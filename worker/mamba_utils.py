@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mambalign.kernels.batch_memcpy import batch_memcpy
-from mambalign.kernels.mamba_state_copy import CONV, MambaState, StateMeta, StateTable, describe_states
+from mambalign.kernels.mamba_state_table import CONV, MambaState, StateMeta, StateTable, describe_states
 from mambalign.kernels.postprocess_mamba import postprocess_mamba_fused
 from mambalign.kernels.precopy_mamba_align import precopy_mamba_align_fused
 from mambalign.kernels.preprocess_mamba_align import preprocess_mamba_align_fused
@@ -25,9 +25,6 @@ from mambalign.worker.state_cache import StateCache
 if TYPE_CHECKING:
     from mambalign.worker.fused_copy_check import FusedCopyChecker, Mismatch
     from mambalign.worker.slot_batch import SlotBatch
-
-COPY_BLOCK_SIZE = 8192  # bytes that a program holds in registers at a time
-INTERPRETED_COPY_BLOCK_SIZE = 1 << 18  # the interpreter pays by the tile, whatever its size
 
 
 class CopyCounts(NamedTuple):
@@ -96,8 +93,6 @@ class MambaSpecDecodeGPUContext:
         self.device = devices.pop()
         self.cache = cache
         self.block_tokens = cache.mamba_block_tokens
-        if copy_block_size is None:
-            copy_block_size = COPY_BLOCK_SIZE if self.device.type == "cuda" else INTERPRETED_COPY_BLOCK_SIZE
         self.state_table = StateTable.of(self.states, cache.conv_layout == "DS", copy_block_size, num_programs)
 
         num_groups = 1 + max(state.group for state in self.states)
@@ -482,7 +477,7 @@ def do_mamba_copy_block(copies: MambaCopyList, device: torch.device | str) -> No
 
 def _copy_scalar(input_batch: InputBatch, moves: list[tuple[int, PrecopyInfo]], cache: StateCache) -> None:
     states = mamba_states(cache)
-    metas = describe_states(states, cache.conv_layout == "DS", COPY_BLOCK_SIZE)
+    metas = describe_states(states, cache.conv_layout == "DS")
     copies = MambaCopyList()
     for row, info in moves:
         collect_mamba_copy_meta(copies, metas, cache.conv_layout, input_batch.mamba_block_table[row], info)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mambalign.kernels.batch_memcpy import batch_memcpy, batch_memcpy_reference
-from mambalign.kernels.mamba_state_copy import MambaState, StateTable, describe_states
+from mambalign.kernels.mamba_state_table import MambaState, StateTable, describe_states
 from mambalign.kernels.postprocess_mamba import postprocess_mamba_fused, postprocess_mamba_fused_reference
 from mambalign.kernels.precopy_mamba_align import (
     precopy_mamba_align_fused,
