@@ -24,14 +24,9 @@ from mambalign.kernels.preprocess_mamba_align import preprocess_mamba_align_fuse
 from mambalign.worker.batch import NewRow, ScheduledRow, SchedulerOutput
 from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import PrecopyInfo
-from mambalign.worker.mamba_utils import (
-    MambaCopyList,
-    MambaSpecDecodeGPUContext,
-    collect_mamba_copy_meta,
-    do_mamba_copy_block,
-    preprocess_mamba,
-)
+from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext, preprocess_mamba
 from mambalign.worker.sampling_params import SamplingParams
+from mambalign.worker.scalar_copy import MambaCopyList, collect_mamba_copy_meta, do_mamba_copy_block
 from mambalign.worker.slot_batch import SlotBatch
 from mambalign.worker.state_cache import StateCache
 

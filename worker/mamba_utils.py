@@ -1,7 +1,7 @@
 """Recurrent-state migration of the runners (DESIGN section 2): what moves before a forward pass, what is kept after.
 
 Decisions come from `mamba_columns`. Copies go through one fused launch over every state of every row that moves
-(`align_ctx` given), or through the scalar path: a pointer list, one entry a state and row, and `batch_memcpy`.
+(`align_ctx` given), or one by one through `scalar_copy`.
 """
 
 from dataclasses import dataclass
@@ -10,21 +10,33 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from mambalign.kernels.batch_memcpy import batch_memcpy
-from mambalign.kernels.mamba_state_table import CONV, MambaState, StateMeta, StateTable, describe_states
+from mambalign.kernels.mamba_state_table import MambaState, StateTable
 from mambalign.kernels.postprocess_mamba import postprocess_mamba_fused
 from mambalign.kernels.precopy_mamba_align import precopy_mamba_align_fused
 from mambalign.kernels.preprocess_mamba_align import preprocess_mamba_align_fused
-from mambalign.worker.batch import ScheduledRow, SchedulerOutput
+from mambalign.worker.batch import SchedulerOutput
+from mambalign.worker.cpu_gpu_buffer import CpuGpuBuffer
+from mambalign.worker.fused_copy_check import FusedCopyChecker, Mismatch
 from mambalign.worker.host_copy import to_device
 from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import NULL_BLOCK, PostcopyInfo, PrecopyInfo, postcopy, precopy
-from mambalign.worker.mamba_laws import RowBefore, check_accepted, check_moves, check_prefills, check_rows
+from mambalign.worker.mamba_laws import check_accepted, check_moves, check_prefills, check_rows
+from mambalign.worker.scalar_copy import copy_scalar, get_conv_copy_spec, get_temporal_copy_spec
 from mambalign.worker.state_cache import StateCache
 
 if TYPE_CHECKING:
-    from mambalign.worker.fused_copy_check import FusedCopyChecker, Mismatch
     from mambalign.worker.slot_batch import SlotBatch
+
+# Names that people coming from other engines look for here.
+__all__ = [
+    "CopyCounts",
+    "CpuGpuBuffer",
+    "MambaSpecDecodeGPUContext",
+    "get_conv_copy_spec",
+    "get_temporal_copy_spec",
+    "postprocess_mamba",
+    "preprocess_mamba",
+]
 
 
 class CopyCounts(NamedTuple):
@@ -32,35 +44,7 @@ class CopyCounts(NamedTuple):
 
     num_rows: int = 0
     num_biased_rows: int = 0
-    mismatches: "tuple[Mismatch, ...]" = ()  # rows for which a checker found the copy wrong
-
-
-class CpuGpuBuffer:
-    """An array that the host fills (`np`, over pinned memory `cpu`) and the device reads (`gpu`).
-
-    On a CPU all three are one memory. A copy is asynchronous: do not refill before the step's results are read.
-    """
-
-    def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device | str, fill: int = 0):
-        self.device = torch.device(device)
-        self.cpu = torch.full(shape, fill, dtype=dtype, pin_memory=self.device.type == "cuda")
-        self.gpu = self.cpu.to(self.device)
-        self.np: np.ndarray = self.cpu.numpy()
-
-    def part(self, start: int, length: int) -> "CpuGpuBuffer":
-        """Entries `start .. start+length-1` as a buffer of its own, over the same memory."""
-        part = object.__new__(CpuGpuBuffer)
-        part.device = self.device
-        part.cpu, part.gpu = self.cpu[start : start + length], self.gpu[start : start + length]
-        part.np = part.cpu.numpy()
-        return part
-
-    def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
-        """Send the first `n` entries (all without `n`); returns their device tensor."""
-        gpu = self.gpu[:n]
-        if self.gpu.data_ptr() != self.cpu.data_ptr():
-            gpu.copy_(self.cpu[:n], non_blocking=True)
-        return gpu
+    mismatches: tuple[Mismatch, ...] = ()  # rows for which a checker found the copy wrong
 
 
 class MambaSpecDecodeGPUContext:
@@ -84,7 +68,7 @@ class MambaSpecDecodeGPUContext:
 
         Raises ValueError for states that the kernels cannot address.
         """
-        self.states = mamba_states(cache) if states is None else states
+        self.states = cache.mamba_states() if states is None else states
         devices = {state.tensor.device for state in self.states}
         if len(devices) != 1:
             raise ValueError(f"states must lie on one device, got {sorted(map(str, devices)) or 'none'}")
@@ -188,13 +172,6 @@ class MambaSpecDecodeGPUContext:
         return [PrecopyInfo(*decision) for decision in zip(*columns, strict=True)]
 
 
-def mamba_states(cache: StateCache) -> list[MambaState]:
-    """Every recurrent state of a cache: conv, temporal, carry."""
-    states = [MambaState(tensor, "conv") for tensor in cache.conv]
-    states += [MambaState(tensor, "temporal") for tensor in cache.temporal]
-    return states if cache.carry is None else [*states, MambaState(cache.carry, "carry")]
-
-
 @dataclass(frozen=True)
 class _FusedPrecopy:
     """A step's pre-copy, staged for V1's batch rows and ready to launch."""
@@ -242,7 +219,7 @@ def preprocess_mamba(
     *,
     align_ctx: MambaSpecDecodeGPUContext | None = None,
     idx_mapping: torch.Tensor | None = None,
-    checker: "FusedCopyChecker | None" = None,
+    checker: FusedCopyChecker | None = None,
     checked: bool = False,
 ) -> CopyCounts:
     """Bring every scheduled row's live state into the running column of this step.
@@ -260,7 +237,7 @@ def preprocess_mamba(
     columns, accepted = (
         values[batch_rows].tolist() for values in (input_batch.mamba_state_idx, input_batch.num_accepted)
     )
-    before = _rows_before(input_batch, batch_rows, rows) if checker or checked else []
+    before = input_batch.rows_before(rows) if checker or checked else []
     expected = checker.expect(before) if checker else None
     infos = [
         precopy(column, scheduled.num_computed_tokens, scheduled.num_tokens, a, block_tokens)
@@ -276,7 +253,7 @@ def preprocess_mamba(
         align_ctx.block_table_buf.np[: len(infos), 0] = input_batch.mamba_block_table[batch_rows]
         fused.run()
     elif moves:
-        _copy_scalar(input_batch, moves, cache)
+        copy_scalar(input_batch.mamba_block_table, moves, cache)
     input_batch.mamba_state_idx[batch_rows] = [info.dest_column for info in infos]
     input_batch.num_accepted[[row for row, _ in moves]] = 1
     mismatches = ()
@@ -285,32 +262,18 @@ def preprocess_mamba(
     return CopyCounts(len(moves), sum(info.token_bias > 0 for _, info in moves), tuple(mismatches))
 
 
-def _rows_before(input_batch: InputBatch, batch_rows: list[int], rows: list[ScheduledRow]) -> list[RowBefore]:
-    return [
-        RowBefore(
-            scheduled.request_id,
-            int(input_batch.mamba_state_idx[row]),
-            scheduled.num_computed_tokens,
-            scheduled.num_tokens,
-            int(input_batch.num_accepted[row]),
-            input_batch.mamba_block_table[row],
-        )
-        for row, scheduled in zip(batch_rows, rows, strict=True)
-    ]
-
-
 def _preprocess_slots(
     scheduler_output: SchedulerOutput,
     batch: "SlotBatch",
     cache: StateCache,
     ctx: MambaSpecDecodeGPUContext,
     idx_mapping: torch.Tensor,
-    checker: "FusedCopyChecker | None",
+    checker: FusedCopyChecker | None,
     checked: bool,
 ) -> CopyCounts:
     """V2: two launches, the decisions and the copies they ask for."""
     rows = scheduler_output.rows
-    before = _slots_before(rows, batch, ctx, idx_mapping) if checker or checked else []
+    before = batch.rows_before(rows, idx_mapping) if checker or checked else []
     if checked:
         infos = [row.precopy(ctx.block_tokens) for row in before]
         check_prefills(rows, infos)
@@ -335,19 +298,6 @@ def _preprocess_slots(
         return CopyCounts()
     fused = ctx.read_decisions(idx_mapping.long())
     return CopyCounts(mismatches=tuple(checker.check(expected, fused)))
-
-
-def _slots_before(
-    rows: list[ScheduledRow], batch: "SlotBatch", ctx: MambaSpecDecodeGPUContext, idx_mapping: torch.Tensor
-) -> list[RowBefore]:
-    slots = idx_mapping.long()
-    device = (batch.running_column, batch.num_computed, batch.num_accepted)
-    columns, computed, accepted = (tensor[slots].tolist() for tensor in device)
-    tables = ctx.block_table_buf.gpu[slots, 0].cpu().numpy()
-    return [
-        RowBefore(row.request_id, columns[i], computed[i], row.num_tokens, accepted[i], tables[i])
-        for i, row in enumerate(rows)
-    ]
 
 
 def postprocess_mamba(
@@ -384,7 +334,7 @@ def postprocess_mamba(
         _stage_postprocess(scheduler_output, num_kept, input_batch, batch_rows, align_ctx)
         align_ctx.run_fused_postprocess(len(batch_rows))
     elif moves:
-        _copy_scalar(input_batch, moves, cache)
+        copy_scalar(input_batch.mamba_block_table, moves, cache)
     return len(moves)
 
 
@@ -410,75 +360,3 @@ def _stage_postprocess(
     align_ctx.mamba_state_idx_buf.np[:n] = input_batch.mamba_state_idx[batch_rows]
     align_ctx.block_table_buf.np[:n, 0] = input_batch.mamba_block_table[batch_rows]
     align_ctx.stage(n)
-
-
-class MambaCopySpec(NamedTuple):
-    """Bytes to copy: `num_bytes` from `source_address`, to the start of the destination block."""
-
-    source_address: int
-    num_bytes: int
-
-
-def get_conv_copy_spec(
-    meta: StateMeta, table_row: np.ndarray, source_column: int, num_accepted: int, conv_layout: str
-) -> MambaCopySpec:
-    """The conv window of a row that accepted `num_accepted` tokens: `block[source_column]` without its oldest slots.
-
-    In DS the window is a strided piece of every channel, which one copy cannot express: only the fused kernel does it.
-    """
-    assert conv_layout == "SD" or num_accepted == 1, (
-        f"a DS conv state with num_accepted {num_accepted} > 1 has no contiguous tail; it needs the fused copy"
-    )
-    shift = (num_accepted - 1) * meta.row_stride
-    address = meta.base + int(table_row[source_column]) * meta.block_stride
-    return MambaCopySpec(address + shift, meta.inner_size - shift)
-
-
-def get_temporal_copy_spec(
-    meta: StateMeta, table_row: np.ndarray, source_column: int, num_accepted: int, conv_layout: str
-) -> MambaCopySpec:
-    """A temporal state or carry: the whole block that the last accepted token left."""
-    block = int(table_row[source_column + num_accepted - 1])
-    return MambaCopySpec(meta.base + block * meta.block_stride, meta.inner_size)
-
-
-class MambaCopyList:
-    """Pointer list of the scalar path: sources, destinations, sizes."""
-
-    def __init__(self) -> None:
-        self.sources: list[int] = []
-        self.dests: list[int] = []
-        self.sizes: list[int] = []
-
-
-def collect_mamba_copy_meta(
-    copies: MambaCopyList,
-    metas: list[StateMeta],
-    conv_layout: str,
-    table_row: np.ndarray,
-    info: PrecopyInfo,
-) -> None:
-    """Append one row's copies, one a state; a copy of a block onto itself is left out. `table_row`: group 0's."""
-    for meta in metas:
-        get_copy_spec = get_conv_copy_spec if meta.kind == CONV else get_temporal_copy_spec
-        spec = get_copy_spec(meta, table_row, info.source_column, info.token_bias + 1, conv_layout)
-        dest = meta.base + int(table_row[info.dest_column]) * meta.block_stride
-        if dest != spec.source_address:
-            copies.sources.append(spec.source_address)
-            copies.dests.append(dest)
-            copies.sizes.append(spec.num_bytes)
-
-
-def do_mamba_copy_block(copies: MambaCopyList, device: torch.device | str) -> None:
-    """Run a pointer list."""
-    if copies.sizes:
-        batch_memcpy(*torch.tensor([copies.sources, copies.dests, copies.sizes]).to(device))
-
-
-def _copy_scalar(input_batch: InputBatch, moves: list[tuple[int, PrecopyInfo]], cache: StateCache) -> None:
-    states = mamba_states(cache)
-    metas = describe_states(states, cache.conv_layout == "DS")
-    copies = MambaCopyList()
-    for row, info in moves:
-        collect_mamba_copy_meta(copies, metas, cache.conv_layout, input_batch.mamba_block_table[row], info)
-    do_mamba_copy_block(copies, states[0].tensor.device)

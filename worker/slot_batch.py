@@ -7,11 +7,12 @@ results are known. Slots are int32 unless said otherwise; a slot's numbers are r
 import torch
 
 from mambalign.kernels.scatter_rows import scatter_rows
-from mambalign.worker.batch import NewRow
+from mambalign.worker.batch import NewRow, ScheduledRow
 from mambalign.worker.forward_batch import NO_TOKEN
 from mambalign.worker.host_copy import to_device
 from mambalign.worker.input_batch import CachedRequest
 from mambalign.worker.mamba_columns import first_column
+from mambalign.worker.mamba_laws import RowBefore
 from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext
 
 
@@ -57,3 +58,14 @@ class SlotBatch:
     def set_block_tables(self, slots: torch.Tensor, tables: torch.Tensor) -> None:
         """Write the columns that each row holds, int32 [R, columns], into its slot's block table (group 0)."""
         scatter_rows(tables, self.align_ctx.block_table_buf.gpu[:, 0], slots)
+
+    def rows_before(self, rows: list[ScheduledRow], idx_mapping: torch.Tensor) -> list[RowBefore]:
+        """What a step starts from, one a scheduled row, read back from the device. `idx_mapping` int32: row -> slot."""
+        slots = idx_mapping.long()
+        device = (self.running_column, self.num_computed, self.num_accepted)
+        columns, computed, accepted = (tensor[slots].tolist() for tensor in device)
+        tables = self.align_ctx.block_table_buf.gpu[slots, 0].cpu().numpy()
+        return [
+            RowBefore(row.request_id, columns[i], computed[i], row.num_tokens, accepted[i], tables[i])
+            for i, row in enumerate(rows)
+        ]
