@@ -17,10 +17,9 @@ from mambalign.kernels.preprocess_mamba_align import preprocess_mamba_align_fuse
 from mambalign.worker.batch import SchedulerOutput
 from mambalign.worker.cpu_gpu_buffer import CpuGpuBuffer
 from mambalign.worker.fused_copy_check import FusedCopyChecker, Mismatch
-from mambalign.worker.host_copy import to_device
 from mambalign.worker.input_batch import InputBatch
-from mambalign.worker.mamba_columns import NULL_BLOCK, PostcopyInfo, PrecopyInfo, postcopy, precopy
-from mambalign.worker.mamba_laws import check_accepted, check_moves, check_prefills, check_rows
+from mambalign.worker.mamba_columns import NULL_BLOCK, PrecopyInfo, postcopy, precopy
+from mambalign.worker.mamba_laws import check_moves, check_prefills, check_rows
 from mambalign.worker.scalar_copy import copy_scalar, get_conv_copy_spec, get_temporal_copy_spec
 from mambalign.worker.state_cache import StateCache
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 # Names that people coming from other engines look for here.
 __all__ = [
-    "CopyCounts",
     "CpuGpuBuffer",
     "MambaSpecDecodeGPUContext",
     "get_conv_copy_spec",
@@ -91,7 +89,6 @@ class MambaSpecDecodeGPUContext:
             max_num_reqs, num_groups, table_width, dtype=torch.int32, device=self.device, fill=NULL_BLOCK
         )
         self.num_accepted = torch.ones(max_num_reqs, dtype=torch.int32, device=self.device)
-        self._last_scheduled: tuple[list[int], torch.Tensor | None] = ([], None)
 
     @property
     def staging_bytes(self) -> int:
@@ -103,12 +100,6 @@ class MambaSpecDecodeGPUContext:
         """Send what the host has written for batch rows `0 .. num_reqs-1`."""
         self._staged.copy_to_gpu()
         self.block_table_buf.copy_to_gpu(num_reqs)
-
-    def send_num_scheduled(self, num_scheduled: list[int]) -> torch.Tensor:
-        """Tokens of each row on the device (V2), int32; sent when they change, which decode rows seldom do."""
-        if self._last_scheduled[0] != num_scheduled:
-            self._last_scheduled = (num_scheduled, to_device(num_scheduled, torch.int32, self.device))
-        return self._last_scheduled[1]
 
     def run_fused_precopy(
         self, num_reqs: int, *, idx_mapping: torch.Tensor | None = None, use_work_list: bool = True
@@ -133,19 +124,11 @@ class MambaSpecDecodeGPUContext:
         num_kept: torch.Tensor | None = None,
         num_computed: torch.Tensor | None = None,
         idx_mapping: torch.Tensor | None = None,
-        checked: bool = False,
     ) -> None:
-        """Keep crossed boundaries and write `num_accepted`. V2 passes its own counts; V1 has staged them.
-
-        `checked` (V2; V1 has checked its own) reads the counts back and asserts what a wrong schedule would break.
-        """
-        num_kept = self.num_kept_buf.gpu if num_kept is None else num_kept
-        num_computed = self.num_computed_buf.gpu if num_computed is None else num_computed
-        if checked:
-            self._check_postprocess(num_kept, num_computed, idx_mapping)
+        """Keep crossed boundaries and write `num_accepted`. V2 passes its own counts; V1 has staged them."""
         postprocess_mamba_fused(
-            num_kept,
-            num_computed,
+            self.num_kept_buf.gpu if num_kept is None else num_kept,
+            self.num_computed_buf.gpu if num_computed is None else num_computed,
             self.mamba_state_idx_buf.gpu,
             self.num_accepted,
             self.block_table_buf.gpu,
@@ -154,16 +137,6 @@ class MambaSpecDecodeGPUContext:
             self.block_tokens,
             self.state_table,
         )
-
-    def _check_postprocess(self, num_kept: torch.Tensor, num_computed: torch.Tensor, idx_mapping: torch.Tensor) -> None:
-        tables = self.block_table_buf.gpu[:, 0].cpu().numpy()
-        columns, n, moves = self.mamba_state_idx_buf.gpu.tolist(), num_computed.tolist(), []
-        for slot, kept in zip(idx_mapping.tolist(), num_kept.tolist(), strict=True):
-            if slot >= 0 and kept:
-                check_accepted(f"in slot {slot}", kept, self.cache)
-                move = _post_move(postcopy(columns[slot], n[slot], kept, self.block_tokens))
-                moves += [(f"in slot {slot}", tables[slot], move)] if move is not None else []
-        check_moves(moves)
 
     def read_decisions(self, slots: torch.Tensor) -> list[PrecopyInfo]:
         """The last pre-copy's decisions of these slots (V1: batch rows), read back from the device."""
@@ -281,7 +254,7 @@ def _preprocess_slots(
     expected = checker.expect(before) if checker else None
     preprocess_mamba_align_fused(
         idx_mapping,
-        ctx.send_num_scheduled([len(row.token_ids) for row in rows]),
+        batch.send_num_scheduled([len(row.token_ids) for row in rows]),
         batch.num_computed,
         batch.running_column,
         batch.num_accepted,
@@ -326,8 +299,8 @@ def postprocess_mamba(
         info = postcopy(column, scheduled.num_computed_tokens, kept, block_tokens)
         if info is None or info.dest_column != column:
             input_batch.num_accepted[row] = kept
-        if (move := _post_move(info)) is not None:
-            moves.append((row, move))
+        if info is not None and info.move is not None:
+            moves.append((row, info.move))
     if checked:
         check_moves([(str(row), input_batch.mamba_block_table[row], move) for row, move in moves])
     if moves and align_ctx is not None:
@@ -336,13 +309,6 @@ def postprocess_mamba(
     elif moves:
         copy_scalar(input_batch.mamba_block_table, moves, cache)
     return len(moves)
-
-
-def _post_move(info: PostcopyInfo | None) -> PrecopyInfo | None:
-    """What a row copies after sampling; None when its state lies at the boundary's column already."""
-    if info is None or (info.dest_column == info.source_column and info.token_bias == 0):
-        return None
-    return PrecopyInfo(info.source_column, info.dest_column, info.token_bias)
 
 
 def _stage_postprocess(

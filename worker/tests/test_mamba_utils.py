@@ -272,21 +272,15 @@ def test_checked_mode_refuses_a_boundary_that_breaks_a_law(tables, kept, message
     """V2, after sampling: both rows run in column 1, and keep the state after 8 tokens in column 0."""
     batch, idx_mapping = slot_batch(make_cache("SD", 8, 3, 20), [(1, 1), (1, 1)], [7, 7], list(tables))
     with pytest.raises(AssertionError, match=message):
-        batch.align_ctx.run_fused_postprocess(
-            2,
-            num_kept=torch.tensor(kept, dtype=torch.int32),
-            num_computed=batch.num_computed,
-            idx_mapping=idx_mapping,
-            checked=True,
-        )
+        batch.check_kept(torch.tensor(kept, dtype=torch.int32), idx_mapping)
 
 
 def test_row_sizes_are_sent_when_they_change():
-    ctx = MambaSpecDecodeGPUContext(make_cache("SD", 8, 3, 20), 4, 8)
-    sent = ctx.send_num_scheduled([4, 4])
-    assert ctx.send_num_scheduled([4, 4]) is sent
+    batch = SlotBatch(MambaSpecDecodeGPUContext(make_cache("SD", 8, 3, 20), 4, 8), 4, 3, 0)
+    sent = batch.send_num_scheduled([4, 4])
+    assert batch.send_num_scheduled([4, 4]) is sent
     for counts in ([4, 1], [4], [4, 4]):
-        assert ctx.send_num_scheduled(counts).tolist() == counts
+        assert batch.send_num_scheduled(counts).tolist() == counts
     assert sent.tolist() == [4, 4]
 
 
