@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.launch import runs_kernel
-from mambalign.kernels.mamba_state_copy import _move
+from mambalign.kernels.move_bytes import move_bytes
 
 COPY_BLOCK_SIZE = 32768
 
@@ -23,7 +23,7 @@ def batch_memcpy_kernel(p_sources, p_dests, p_sizes, COPY_BLOCK_SIZE: tl.constex
     i = tl.program_id(0)
     source, dest, size = tl.load(p_sources + i), tl.load(p_dests + i), tl.load(p_sizes + i)
     access_size = tl.where((source | dest | size) % 16 == 0, 16, 1)
-    _move(source, dest, size, access_size, COPY_BLOCK_SIZE)
+    move_bytes(source, dest, size, access_size, COPY_BLOCK_SIZE)
 
 
 def batch_memcpy_reference(sources: torch.Tensor, dests: torch.Tensor, sizes: torch.Tensor) -> None:

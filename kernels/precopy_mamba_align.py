@@ -7,12 +7,11 @@ import triton.language as tl
 from mambalign.kernels.launch import runs_kernel
 from mambalign.kernels.mamba_state_copy import (
     LAUNCH_OPTIONS,
-    StateTable,
     _copy_mamba_states,
     _return_tickets,
-    _tile_meta,
     copy_mamba_state_block_reference,
 )
+from mambalign.kernels.mamba_state_table import StateTable, _tile_meta
 from mambalign.kernels.rows import STEP_POINTERS
 
 

@@ -17,21 +17,16 @@ from device_times import graph_times
 from machine_rates import copy_rate
 
 from mambalign.kernels.launch import persistent_programs
+from mambalign.kernels.mamba_state_table import COPY_BLOCK_SIZE
 from mambalign.kernels.postprocess_mamba import postprocess_mamba_fused
 from mambalign.kernels.precopy_mamba_align import precopy_mamba_align_fused
 from mambalign.kernels.preprocess_mamba_align import preprocess_mamba_align_fused
 from mambalign.worker.batch import NewRow, ScheduledRow, SchedulerOutput
 from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import PrecopyInfo
-from mambalign.worker.mamba_utils import (
-    COPY_BLOCK_SIZE,
-    MambaCopyList,
-    MambaSpecDecodeGPUContext,
-    collect_mamba_copy_meta,
-    do_mamba_copy_block,
-    preprocess_mamba,
-)
+from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext, preprocess_mamba
 from mambalign.worker.sampling_params import SamplingParams
+from mambalign.worker.scalar_copy import MambaCopyList, collect_mamba_copy_meta, do_mamba_copy_block
 from mambalign.worker.slot_batch import SlotBatch
 from mambalign.worker.state_cache import StateCache
 

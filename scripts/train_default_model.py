@@ -11,12 +11,11 @@ resumed run goes on where learning was still fast. The shipped model: `--decay-s
 """
 
 import argparse
-import json
 import math
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,10 @@ import numpy as np
 import torch
 import train_corpus
 import train_evaluation
-from safetensors import safe_open
-from safetensors.torch import save_file
-from train_network import CONFIG, MTP_DEPTHS, Network, Params, init_parameters
+from train_checkpoint import Progress, load_checkpoint, save_checkpoint
+from train_network import MTP_DEPTHS, Network
+from train_optimizer import Optimizer
+from train_parameters import CONFIG, init_parameters
 
 LONG_ROW = 4096
 SHORT_ROW = 1024
@@ -37,149 +37,7 @@ MTP_LOSS_WEIGHTS = (0.25, 0.15, 0.10)
 SOFT_LABEL_SHARE = 0.5
 WARMUP_STEPS = 200
 CHECKPOINT_SECONDS = 120
-SHARDS = 4
 PEAK_FLOPS = 790e12  # a large bf16 matrix product on an H200, measured
-
-MATRIX_LR, MATRIX_DECAY, MATRIX_MOMENTUM = 0.02, 0.01, 0.95
-EMBEDDING_LR, HEAD_LR, VECTOR_LR = 0.15, 0.01, 0.015
-
-
-@dataclass
-class Progress:
-    """Where a run stands: everything that a resumed run needs beside weights and moments."""
-
-    seed: int
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-
-
-def orthogonalise(g: torch.Tensor) -> torch.Tensor:
-    """Nearest semi-orthogonal matrices of a stack [n,r,c], r <= c, by five Newton-Schulz steps (Muon, Jordan 2024)."""
-    x = g.bfloat16()
-    x = x / (x.norm(dim=(1, 2), keepdim=True) * 1.02 + 1e-7)
-    for _ in range(5):
-        gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x
-
-
-class Muon:
-    """Momentum whose matrix updates are orthogonalised; a fused in_proj is taken apart into its five matrices."""
-
-    def __init__(self, params: Params, compiled: bool) -> None:
-        self.params = params
-        self.momentum = {name: torch.zeros_like(p) for name, p in params.items()}
-        self.orthogonalise = torch.compile(orthogonalise, dynamic=False) if compiled else orthogonalise
-        self.groups: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
-        for name, p in params.items():
-            start = 0
-            for rows in self.row_split(name, p):
-                shape = (min(rows, p.shape[1]), max(rows, p.shape[1]))
-                self.groups.setdefault(shape, []).append((name, start, rows))
-                start += rows
-
-    @staticmethod
-    def row_split(name: str, p: torch.Tensor) -> list[int]:
-        """Rows of the matrices stacked in one weight: in_proj is gate, x, B, C and dt."""
-        if not name.endswith("in_proj.weight"):
-            return [p.shape[0]]
-        inner = CONFIG["mamba_num_heads"] * CONFIG["mamba_head_dim"]
-        state = CONFIG["n_groups"] * CONFIG["ssm_state_size"]
-        return [inner, inner, state, state, CONFIG["mamba_num_heads"]]
-
-    @torch.no_grad()
-    def step(self, scale: float) -> None:
-        """One update at `scale` times the peak learning rate; clears the gradients."""
-        names = list(self.params)
-        weights = [self.params[n] for n in names]
-        grads = [p.grad for p in weights]
-        torch._foreach_lerp_([self.momentum[n] for n in names], grads, 1 - MATRIX_MOMENTUM)
-        torch._foreach_lerp_(grads, [self.momentum[n] for n in names], MATRIX_MOMENTUM)
-        torch._foreach_mul_(weights, 1 - scale * MATRIX_LR * MATRIX_DECAY)
-        for members in self.groups.values():
-            parts = [self.params[n].grad[start : start + rows] for n, start, rows in members]
-            flips = [part.shape[0] > part.shape[1] for part in parts]
-            stack = torch.stack([p.mT if f else p for p, f in zip(parts, flips, strict=True)])
-            for update, flip, (name, start, rows) in zip(self.orthogonalise(stack), flips, members, strict=True):
-                target = self.params[name][start : start + rows]
-                rate = scale * MATRIX_LR * max(1.0, rows / target.shape[1]) ** 0.5
-                target.add_((update.mT if flip else update).float(), alpha=-rate)
-        for p in weights:
-            p.grad = None
-
-
-class Optimizer:
-    """Muon for the matrices, AdamW (no decay) for embeddings, head, vectors and convolutions."""
-
-    def __init__(self, params: Params, compiled: bool) -> None:
-        tables = ("backbone.embeddings.weight", "lm_head.weight")
-        self.params = params
-        self.muon = Muon({n: p for n, p in params.items() if p.ndim == 2 and n not in tables}, compiled)
-        vectors = [p for n, p in params.items() if p.ndim != 2]
-        self.groups = [
-            {"params": [params[tables[0]]], "peak": EMBEDDING_LR},
-            {"params": [params[tables[1]]], "peak": HEAD_LR},
-            {"params": vectors, "peak": VECTOR_LR},
-        ]
-        fused = next(iter(params.values())).is_cuda
-        self.adam = torch.optim.AdamW(self.groups, lr=0.0, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=fused)
-
-    def step(self, scale: float) -> None:
-        """One update at `scale` times the peak learning rates; clears the gradients."""
-        self.muon.step(scale)
-        for group in self.adam.param_groups:
-            group["lr"] = scale * group["peak"]
-        self.adam.step()
-        self.adam.zero_grad(set_to_none=True)
-
-    def moments(self) -> Params:
-        """Every moment by name, 'm/...' and 'v/...'."""
-        found = {f"m/{n}": m for n, m in self.muon.momentum.items()}
-        for name, p in self.params.items():
-            if state := self.adam.state.get(p):
-                found[f"m/{name}"], found[f"v/{name}"] = state["exp_avg"], state["exp_avg_sq"]
-        return found
-
-    def load(self, moments: Params, steps: int) -> None:
-        """Takes moments back that `moments` gave after `steps` updates."""
-        for name, p in self.params.items():
-            m = moments[f"m/{name}"].to(p.device, torch.float32)
-            if name in self.muon.momentum:
-                self.muon.momentum[name].copy_(m)
-            else:
-                v = moments[f"v/{name}"].to(p.device, torch.float32)
-                count = torch.tensor(float(steps), device=p.device if p.is_cuda else "cpu")
-                self.adam.state[p] = {"step": count, "exp_avg": m, "exp_avg_sq": v}
-
-
-def save_checkpoint(folder: Path, params: Params, optimizer: Optimizer, progress: Progress) -> None:
-    """Writes fp32 weights and bf16 moments as SHARDS files of about equal size."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"w/{n}": p.detach() for n, p in params.items()}
-    tensors |= {n: m.bfloat16() for n, m in optimizer.moments().items()}
-    shards: list[Params] = [{} for _ in range(SHARDS)]
-    sizes = [0] * SHARDS
-    for name, t in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
-        smallest = sizes.index(min(sizes))
-        shards[smallest][name] = t.contiguous().cpu()
-        sizes[smallest] += t.nbytes
-    for index, shard in enumerate(shards):
-        save_file(shard, folder / f"shard-{index}.safetensors", metadata={"progress": json.dumps(asdict(progress))})
-
-
-def load_checkpoint(folder: Path, params: Params, optimizer: Optimizer) -> Progress:
-    """Fills weights and moments from `folder`; returns where that run stood."""
-    tensors: Params = {}
-    for path in sorted(folder.glob("shard-*.safetensors")):
-        with safe_open(path, "pt") as shard:
-            progress = Progress(**json.loads(shard.metadata()["progress"]))
-            tensors |= {name: shard.get_tensor(name) for name in shard.keys()}
-    with torch.no_grad():
-        for name, p in params.items():
-            p.copy_(tensors[f"w/{name}"])
-    optimizer.load(tensors, progress.step)
-    return progress
 
 
 class Batches:

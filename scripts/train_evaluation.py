@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from train_corpus import BOS, EOS, TokenStream
-from train_network import CONFIG, MTP_DEPTHS, Network, Params, linear
+from train_network import MTP_DEPTHS, Network, linear
+from train_parameters import CONFIG, Params
 
 PROMPT_TOKENS, NEW_TOKENS, PROMPTS = 128, 128, 64
 CHAT_TEMPLATE = (

@@ -15,15 +15,10 @@ from math import gcd
 import torch
 
 from mambalign.kernels.batch_memcpy import batch_memcpy
-from mambalign.kernels.mamba_state_copy import describe_states
+from mambalign.kernels.mamba_state_table import describe_states
 from mambalign.worker.mamba_columns import PrecopyInfo
 from mambalign.worker.mamba_laws import RowBefore
-from mambalign.worker.mamba_utils import (
-    COPY_BLOCK_SIZE,
-    MambaCopyList,
-    collect_mamba_copy_meta,
-    mamba_states,
-)
+from mambalign.worker.scalar_copy import MambaCopyList, collect_mamba_copy_meta
 from mambalign.worker.state_cache import StateCache
 
 
@@ -44,8 +39,8 @@ class FusedCopyChecker:
         self.checks: Counter[int] = Counter()  # rows and steps
         self.copies: Counter[int] = Counter()  # rows that moved bytes
         self.num_mismatches = 0
-        self._states = [state.tensor for state in mamba_states(cache)]
-        self._metas = describe_states(mamba_states(cache), cache.conv_layout == "DS", COPY_BLOCK_SIZE)
+        self._states = [state.tensor for state in cache.mamba_states()]
+        self._metas = describe_states(cache.mamba_states(), cache.conv_layout == "DS")
         self._credit = 0.0
 
     def wants_step(self) -> bool:

@@ -13,6 +13,7 @@ from mambalign.kernels.sampling import NO_BEST
 from mambalign.worker.batch import NewRow, ScheduledRow
 from mambalign.worker.grammar import GrammarState
 from mambalign.worker.mamba_columns import NULL_BLOCK, first_column
+from mambalign.worker.mamba_laws import RowBefore
 from mambalign.worker.sampler import NOT_NUMBERS
 from mambalign.worker.sampling_params import SamplingParams, TokenLogprobs
 
@@ -84,3 +85,18 @@ class InputBatch:
         table.fill(NULL_BLOCK)
         table[list(scheduled.mamba_blocks)] = list(scheduled.mamba_blocks.values())
         return row
+
+    def rows_before(self, rows: list[ScheduledRow]) -> list[RowBefore]:
+        """What a step starts from, one a scheduled row; their blocks are set."""
+        batch_rows = [self.row_of[scheduled.request_id] for scheduled in rows]
+        return [
+            RowBefore(
+                scheduled.request_id,
+                int(self.mamba_state_idx[row]),
+                scheduled.num_computed_tokens,
+                scheduled.num_tokens,
+                int(self.num_accepted[row]),
+                self.mamba_block_table[row],
+            )
+            for row, scheduled in zip(batch_rows, rows, strict=True)
+        ]

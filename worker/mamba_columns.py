@@ -50,6 +50,13 @@ class PostcopyInfo(NamedTuple):
     dest_column: int
     token_bias: int
 
+    @property
+    def move(self) -> PrecopyInfo | None:
+        """What moves bytes; None when the boundary's state lies in its column already."""
+        if self.dest_column == self.source_column and self.token_bias == 0:
+            return None
+        return PrecopyInfo(self.source_column, self.dest_column, self.token_bias)
+
 
 def postcopy(c: int, n: int, num_kept: int, block_tokens: int) -> PostcopyInfo | None:
     """Copy owed by a decode row in running column `c` that kept `num_kept` tokens; None when it crossed nothing.

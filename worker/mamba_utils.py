@@ -1,7 +1,7 @@
 """Recurrent-state migration of the runners (DESIGN section 2): what moves before a forward pass, what is kept after.
 
 Decisions come from `mamba_columns`. Copies go through one fused launch over every state of every row that moves
-(`align_ctx` given), or through the scalar path: a pointer list, one entry a state and row, and `batch_memcpy`.
+(`align_ctx` given), or one by one through `scalar_copy`.
 """
 
 from dataclasses import dataclass
@@ -10,24 +10,31 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from mambalign.kernels.batch_memcpy import batch_memcpy
-from mambalign.kernels.mamba_state_copy import CONV, MambaState, StateMeta, StateTable, describe_states
+from mambalign.kernels.mamba_state_table import MambaState, StateTable
 from mambalign.kernels.postprocess_mamba import postprocess_mamba_fused
 from mambalign.kernels.precopy_mamba_align import precopy_mamba_align_fused
 from mambalign.kernels.preprocess_mamba_align import preprocess_mamba_align_fused
-from mambalign.worker.batch import ScheduledRow, SchedulerOutput
-from mambalign.worker.host_copy import to_device
+from mambalign.worker.batch import SchedulerOutput
+from mambalign.worker.cpu_gpu_buffer import CpuGpuBuffer
+from mambalign.worker.fused_copy_check import FusedCopyChecker, Mismatch
 from mambalign.worker.input_batch import InputBatch
-from mambalign.worker.mamba_columns import NULL_BLOCK, PostcopyInfo, PrecopyInfo, postcopy, precopy
-from mambalign.worker.mamba_laws import RowBefore, check_accepted, check_moves, check_prefills, check_rows
+from mambalign.worker.mamba_columns import NULL_BLOCK, PrecopyInfo, postcopy, precopy
+from mambalign.worker.mamba_laws import check_moves, check_prefills, check_rows
+from mambalign.worker.scalar_copy import copy_scalar, get_conv_copy_spec, get_temporal_copy_spec
 from mambalign.worker.state_cache import StateCache
 
 if TYPE_CHECKING:
-    from mambalign.worker.fused_copy_check import FusedCopyChecker, Mismatch
     from mambalign.worker.slot_batch import SlotBatch
 
-COPY_BLOCK_SIZE = 8192  # bytes that a program holds in registers at a time
-INTERPRETED_COPY_BLOCK_SIZE = 1 << 18  # the interpreter pays by the tile, whatever its size
+# Names that people coming from other engines look for here.
+__all__ = [
+    "CpuGpuBuffer",
+    "MambaSpecDecodeGPUContext",
+    "get_conv_copy_spec",
+    "get_temporal_copy_spec",
+    "postprocess_mamba",
+    "preprocess_mamba",
+]
 
 
 class CopyCounts(NamedTuple):
@@ -35,35 +42,7 @@ class CopyCounts(NamedTuple):
 
     num_rows: int = 0
     num_biased_rows: int = 0
-    mismatches: "tuple[Mismatch, ...]" = ()  # rows for which a checker found the copy wrong
-
-
-class CpuGpuBuffer:
-    """An array that the host fills (`np`, over pinned memory `cpu`) and the device reads (`gpu`).
-
-    On a CPU all three are one memory. A copy is asynchronous: do not refill before the step's results are read.
-    """
-
-    def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device | str, fill: int = 0):
-        self.device = torch.device(device)
-        self.cpu = torch.full(shape, fill, dtype=dtype, pin_memory=self.device.type == "cuda")
-        self.gpu = self.cpu.to(self.device)
-        self.np: np.ndarray = self.cpu.numpy()
-
-    def part(self, start: int, length: int) -> "CpuGpuBuffer":
-        """Entries `start .. start+length-1` as a buffer of its own, over the same memory."""
-        part = object.__new__(CpuGpuBuffer)
-        part.device = self.device
-        part.cpu, part.gpu = self.cpu[start : start + length], self.gpu[start : start + length]
-        part.np = part.cpu.numpy()
-        return part
-
-    def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
-        """Send the first `n` entries (all without `n`); returns their device tensor."""
-        gpu = self.gpu[:n]
-        if self.gpu.data_ptr() != self.cpu.data_ptr():
-            gpu.copy_(self.cpu[:n], non_blocking=True)
-        return gpu
+    mismatches: tuple[Mismatch, ...] = ()  # rows for which a checker found the copy wrong
 
 
 class MambaSpecDecodeGPUContext:
@@ -87,7 +66,7 @@ class MambaSpecDecodeGPUContext:
 
         Raises ValueError for states that the kernels cannot address.
         """
-        self.states = mamba_states(cache) if states is None else states
+        self.states = cache.mamba_states() if states is None else states
         devices = {state.tensor.device for state in self.states}
         if len(devices) != 1:
             raise ValueError(f"states must lie on one device, got {sorted(map(str, devices)) or 'none'}")
@@ -96,8 +75,6 @@ class MambaSpecDecodeGPUContext:
         self.device = devices.pop()
         self.cache = cache
         self.block_tokens = cache.mamba_block_tokens
-        if copy_block_size is None:
-            copy_block_size = COPY_BLOCK_SIZE if self.device.type == "cuda" else INTERPRETED_COPY_BLOCK_SIZE
         self.state_table = StateTable.of(self.states, cache.conv_layout == "DS", copy_block_size, num_programs)
 
         num_groups = 1 + max(state.group for state in self.states)
@@ -112,7 +89,6 @@ class MambaSpecDecodeGPUContext:
             max_num_reqs, num_groups, table_width, dtype=torch.int32, device=self.device, fill=NULL_BLOCK
         )
         self.num_accepted = torch.ones(max_num_reqs, dtype=torch.int32, device=self.device)
-        self._last_scheduled: tuple[list[int], torch.Tensor | None] = ([], None)
 
     @property
     def staging_bytes(self) -> int:
@@ -124,12 +100,6 @@ class MambaSpecDecodeGPUContext:
         """Send what the host has written for batch rows `0 .. num_reqs-1`."""
         self._staged.copy_to_gpu()
         self.block_table_buf.copy_to_gpu(num_reqs)
-
-    def send_num_scheduled(self, num_scheduled: list[int]) -> torch.Tensor:
-        """Tokens of each row on the device (V2), int32; sent when they change, which decode rows seldom do."""
-        if self._last_scheduled[0] != num_scheduled:
-            self._last_scheduled = (num_scheduled, to_device(num_scheduled, torch.int32, self.device))
-        return self._last_scheduled[1]
 
     def run_fused_precopy(
         self, num_reqs: int, *, idx_mapping: torch.Tensor | None = None, use_work_list: bool = True
@@ -154,19 +124,11 @@ class MambaSpecDecodeGPUContext:
         num_kept: torch.Tensor | None = None,
         num_computed: torch.Tensor | None = None,
         idx_mapping: torch.Tensor | None = None,
-        checked: bool = False,
     ) -> None:
-        """Keep crossed boundaries and write `num_accepted`. V2 passes its own counts; V1 has staged them.
-
-        `checked` (V2; V1 has checked its own) reads the counts back and asserts what a wrong schedule would break.
-        """
-        num_kept = self.num_kept_buf.gpu if num_kept is None else num_kept
-        num_computed = self.num_computed_buf.gpu if num_computed is None else num_computed
-        if checked:
-            self._check_postprocess(num_kept, num_computed, idx_mapping)
+        """Keep crossed boundaries and write `num_accepted`. V2 passes its own counts; V1 has staged them."""
         postprocess_mamba_fused(
-            num_kept,
-            num_computed,
+            self.num_kept_buf.gpu if num_kept is None else num_kept,
+            self.num_computed_buf.gpu if num_computed is None else num_computed,
             self.mamba_state_idx_buf.gpu,
             self.num_accepted,
             self.block_table_buf.gpu,
@@ -176,28 +138,11 @@ class MambaSpecDecodeGPUContext:
             self.state_table,
         )
 
-    def _check_postprocess(self, num_kept: torch.Tensor, num_computed: torch.Tensor, idx_mapping: torch.Tensor) -> None:
-        tables = self.block_table_buf.gpu[:, 0].cpu().numpy()
-        columns, n, moves = self.mamba_state_idx_buf.gpu.tolist(), num_computed.tolist(), []
-        for slot, kept in zip(idx_mapping.tolist(), num_kept.tolist(), strict=True):
-            if slot >= 0 and kept:
-                check_accepted(f"in slot {slot}", kept, self.cache)
-                move = _post_move(postcopy(columns[slot], n[slot], kept, self.block_tokens))
-                moves += [(f"in slot {slot}", tables[slot], move)] if move is not None else []
-        check_moves(moves)
-
     def read_decisions(self, slots: torch.Tensor) -> list[PrecopyInfo]:
         """The last pre-copy's decisions of these slots (V1: batch rows), read back from the device."""
         buffers = (self.precopy_src_col_buf, self.mamba_state_idx_buf, self.precopy_token_bias_buf)
         columns = (buffer.gpu[slots].tolist() for buffer in buffers)
         return [PrecopyInfo(*decision) for decision in zip(*columns, strict=True)]
-
-
-def mamba_states(cache: StateCache) -> list[MambaState]:
-    """Every recurrent state of a cache: conv, temporal, carry."""
-    states = [MambaState(tensor, "conv") for tensor in cache.conv]
-    states += [MambaState(tensor, "temporal") for tensor in cache.temporal]
-    return states if cache.carry is None else [*states, MambaState(cache.carry, "carry")]
 
 
 @dataclass(frozen=True)
@@ -247,7 +192,7 @@ def preprocess_mamba(
     *,
     align_ctx: MambaSpecDecodeGPUContext | None = None,
     idx_mapping: torch.Tensor | None = None,
-    checker: "FusedCopyChecker | None" = None,
+    checker: FusedCopyChecker | None = None,
     checked: bool = False,
 ) -> CopyCounts:
     """Bring every scheduled row's live state into the running column of this step.
@@ -265,7 +210,7 @@ def preprocess_mamba(
     columns, accepted = (
         values[batch_rows].tolist() for values in (input_batch.mamba_state_idx, input_batch.num_accepted)
     )
-    before = _rows_before(input_batch, batch_rows, rows) if checker or checked else []
+    before = input_batch.rows_before(rows) if checker or checked else []
     expected = checker.expect(before) if checker else None
     infos = [
         precopy(column, scheduled.num_computed_tokens, scheduled.num_tokens, a, block_tokens)
@@ -281,7 +226,7 @@ def preprocess_mamba(
         align_ctx.block_table_buf.np[: len(infos), 0] = input_batch.mamba_block_table[batch_rows]
         fused.run()
     elif moves:
-        _copy_scalar(input_batch, moves, cache)
+        copy_scalar(input_batch.mamba_block_table, moves, cache)
     input_batch.mamba_state_idx[batch_rows] = [info.dest_column for info in infos]
     input_batch.num_accepted[[row for row, _ in moves]] = 1
     mismatches = ()
@@ -290,32 +235,18 @@ def preprocess_mamba(
     return CopyCounts(len(moves), sum(info.token_bias > 0 for _, info in moves), tuple(mismatches))
 
 
-def _rows_before(input_batch: InputBatch, batch_rows: list[int], rows: list[ScheduledRow]) -> list[RowBefore]:
-    return [
-        RowBefore(
-            scheduled.request_id,
-            int(input_batch.mamba_state_idx[row]),
-            scheduled.num_computed_tokens,
-            scheduled.num_tokens,
-            int(input_batch.num_accepted[row]),
-            input_batch.mamba_block_table[row],
-        )
-        for row, scheduled in zip(batch_rows, rows, strict=True)
-    ]
-
-
 def _preprocess_slots(
     scheduler_output: SchedulerOutput,
     batch: "SlotBatch",
     cache: StateCache,
     ctx: MambaSpecDecodeGPUContext,
     idx_mapping: torch.Tensor,
-    checker: "FusedCopyChecker | None",
+    checker: FusedCopyChecker | None,
     checked: bool,
 ) -> CopyCounts:
     """V2: two launches, the decisions and the copies they ask for."""
     rows = scheduler_output.rows
-    before = _slots_before(rows, batch, ctx, idx_mapping) if checker or checked else []
+    before = batch.rows_before(rows, idx_mapping) if checker or checked else []
     if checked:
         infos = [row.precopy(ctx.block_tokens) for row in before]
         check_prefills(rows, infos)
@@ -323,7 +254,7 @@ def _preprocess_slots(
     expected = checker.expect(before) if checker else None
     preprocess_mamba_align_fused(
         idx_mapping,
-        ctx.send_num_scheduled([len(row.token_ids) for row in rows]),
+        batch.send_num_scheduled([len(row.token_ids) for row in rows]),
         batch.num_computed,
         batch.running_column,
         batch.num_accepted,
@@ -340,19 +271,6 @@ def _preprocess_slots(
         return CopyCounts()
     fused = ctx.read_decisions(idx_mapping.long())
     return CopyCounts(mismatches=tuple(checker.check(expected, fused)))
-
-
-def _slots_before(
-    rows: list[ScheduledRow], batch: "SlotBatch", ctx: MambaSpecDecodeGPUContext, idx_mapping: torch.Tensor
-) -> list[RowBefore]:
-    slots = idx_mapping.long()
-    device = (batch.running_column, batch.num_computed, batch.num_accepted)
-    columns, computed, accepted = (tensor[slots].tolist() for tensor in device)
-    tables = ctx.block_table_buf.gpu[slots, 0].cpu().numpy()
-    return [
-        RowBefore(row.request_id, columns[i], computed[i], row.num_tokens, accepted[i], tables[i])
-        for i, row in enumerate(rows)
-    ]
 
 
 def postprocess_mamba(
@@ -381,23 +299,16 @@ def postprocess_mamba(
         info = postcopy(column, scheduled.num_computed_tokens, kept, block_tokens)
         if info is None or info.dest_column != column:
             input_batch.num_accepted[row] = kept
-        if (move := _post_move(info)) is not None:
-            moves.append((row, move))
+        if info is not None and info.move is not None:
+            moves.append((row, info.move))
     if checked:
         check_moves([(str(row), input_batch.mamba_block_table[row], move) for row, move in moves])
     if moves and align_ctx is not None:
         _stage_postprocess(scheduler_output, num_kept, input_batch, batch_rows, align_ctx)
         align_ctx.run_fused_postprocess(len(batch_rows))
     elif moves:
-        _copy_scalar(input_batch, moves, cache)
+        copy_scalar(input_batch.mamba_block_table, moves, cache)
     return len(moves)
-
-
-def _post_move(info: PostcopyInfo | None) -> PrecopyInfo | None:
-    """What a row copies after sampling; None when its state lies at the boundary's column already."""
-    if info is None or (info.dest_column == info.source_column and info.token_bias == 0):
-        return None
-    return PrecopyInfo(info.source_column, info.dest_column, info.token_bias)
 
 
 def _stage_postprocess(
@@ -415,75 +326,3 @@ def _stage_postprocess(
     align_ctx.mamba_state_idx_buf.np[:n] = input_batch.mamba_state_idx[batch_rows]
     align_ctx.block_table_buf.np[:n, 0] = input_batch.mamba_block_table[batch_rows]
     align_ctx.stage(n)
-
-
-class MambaCopySpec(NamedTuple):
-    """Bytes to copy: `num_bytes` from `source_address`, to the start of the destination block."""
-
-    source_address: int
-    num_bytes: int
-
-
-def get_conv_copy_spec(
-    meta: StateMeta, table_row: np.ndarray, source_column: int, num_accepted: int, conv_layout: str
-) -> MambaCopySpec:
-    """The conv window of a row that accepted `num_accepted` tokens: `block[source_column]` without its oldest slots.
-
-    In DS the window is a strided piece of every channel, which one copy cannot express: only the fused kernel does it.
-    """
-    assert conv_layout == "SD" or num_accepted == 1, (
-        f"a DS conv state with num_accepted {num_accepted} > 1 has no contiguous tail; it needs the fused copy"
-    )
-    shift = (num_accepted - 1) * meta.row_stride
-    address = meta.base + int(table_row[source_column]) * meta.block_stride
-    return MambaCopySpec(address + shift, meta.inner_size - shift)
-
-
-def get_temporal_copy_spec(
-    meta: StateMeta, table_row: np.ndarray, source_column: int, num_accepted: int, conv_layout: str
-) -> MambaCopySpec:
-    """A temporal state or carry: the whole block that the last accepted token left."""
-    block = int(table_row[source_column + num_accepted - 1])
-    return MambaCopySpec(meta.base + block * meta.block_stride, meta.inner_size)
-
-
-class MambaCopyList:
-    """Pointer list of the scalar path: sources, destinations, sizes."""
-
-    def __init__(self) -> None:
-        self.sources: list[int] = []
-        self.dests: list[int] = []
-        self.sizes: list[int] = []
-
-
-def collect_mamba_copy_meta(
-    copies: MambaCopyList,
-    metas: list[StateMeta],
-    conv_layout: str,
-    table_row: np.ndarray,
-    info: PrecopyInfo,
-) -> None:
-    """Append one row's copies, one a state; a copy of a block onto itself is left out. `table_row`: group 0's."""
-    for meta in metas:
-        get_copy_spec = get_conv_copy_spec if meta.kind == CONV else get_temporal_copy_spec
-        spec = get_copy_spec(meta, table_row, info.source_column, info.token_bias + 1, conv_layout)
-        dest = meta.base + int(table_row[info.dest_column]) * meta.block_stride
-        if dest != spec.source_address:
-            copies.sources.append(spec.source_address)
-            copies.dests.append(dest)
-            copies.sizes.append(spec.num_bytes)
-
-
-def do_mamba_copy_block(copies: MambaCopyList, device: torch.device | str) -> None:
-    """Run a pointer list."""
-    if copies.sizes:
-        batch_memcpy(*torch.tensor([copies.sources, copies.dests, copies.sizes]).to(device))
-
-
-def _copy_scalar(input_batch: InputBatch, moves: list[tuple[int, PrecopyInfo]], cache: StateCache) -> None:
-    states = mamba_states(cache)
-    metas = describe_states(states, cache.conv_layout == "DS", COPY_BLOCK_SIZE)
-    copies = MambaCopyList()
-    for row, info in moves:
-        collect_mamba_copy_meta(copies, metas, cache.conv_layout, input_batch.mamba_block_table[row], info)
-    do_mamba_copy_block(copies, states[0].tensor.device)

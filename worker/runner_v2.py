@@ -105,12 +105,13 @@ class ModelRunnerV2:
         output = self.step.sample(step_rows, self.step.logits(step_rows, hidden), rows, requests)
         sampled = output.token_ids
         verified = self.step.verify(step_rows, sampled)
+        if self.checker is not None:
+            batch.check_kept(verified.num_kept_of_decode, layout.slots)
         self.align_ctx.run_fused_postprocess(
             len(rows),
             num_kept=verified.num_kept_of_decode,
             num_computed=batch.num_computed,
             idx_mapping=layout.slots,
-            checked=self.checker is not None,
         )
         drafts = self._propose(step_rows, hidden, sampled, verified)
         numbers = advance_slots(

@@ -5,6 +5,8 @@ from math import prod
 
 import torch
 
+from mambalign.kernels.mamba_state_table import MambaState
+
 
 @dataclass(frozen=True)
 class StateSpec:
@@ -53,6 +55,12 @@ class StateCache:
     @property
     def device(self) -> torch.device:
         return (self.conv or self.keys)[0].device
+
+    def mamba_states(self) -> list[MambaState]:
+        """Every recurrent state: conv, temporal, carry."""
+        states = [MambaState(tensor, "conv") for tensor in self.conv]
+        states += [MambaState(tensor, "temporal") for tensor in self.temporal]
+        return states if self.carry is None else [*states, MambaState(self.carry, "carry")]
 
     @classmethod
     def allocate(

@@ -102,8 +102,8 @@ MUTANTS = [
     ),
     Mutant(
         "carry not moved",
-        MIGRATION,
-        'return states if cache.carry is None else [*states, MambaState(cache.carry, "carry")]',
+        "worker/state_cache.py",
+        'return states if self.carry is None else [*states, MambaState(self.carry, "carry")]',
         "return states",
     ),
     Mutant(

@@ -26,6 +26,8 @@ KERNEL_MODULES = (
     "head_norm",
     "linear_triton",
     "mamba_state_copy",
+    "mamba_state_table",
+    "move_bytes",
     "padded_rows",
     "postprocess_mamba",
     "precopy_mamba_align",

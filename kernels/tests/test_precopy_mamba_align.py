@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mambalign.kernels.batch_memcpy import batch_memcpy, batch_memcpy_reference
-from mambalign.kernels.mamba_state_copy import MambaState, StateTable, describe_states
+from mambalign.kernels.mamba_state_table import MambaState, StateTable, describe_states
 from mambalign.kernels.postprocess_mamba import postprocess_mamba_fused, postprocess_mamba_fused_reference
 from mambalign.kernels.precopy_mamba_align import (
     precopy_mamba_align_fused,
@@ -24,14 +24,8 @@ from mambalign.kernels.preprocess_mamba_align import (
 from mambalign.worker.batch import NewRow, ScheduledRow, SchedulerOutput
 from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import PrecopyInfo, first_column, postcopy, precopy
-from mambalign.worker.mamba_utils import (
-    MambaCopyList,
-    MambaSpecDecodeGPUContext,
-    collect_mamba_copy_meta,
-    do_mamba_copy_block,
-    get_conv_copy_spec,
-    preprocess_mamba,
-)
+from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext, get_conv_copy_spec, preprocess_mamba
+from mambalign.worker.scalar_copy import MambaCopyList, collect_mamba_copy_meta, do_mamba_copy_block
 from mambalign.worker.state_cache import StateCache, StateSpec
 
 BLOCK = 1024  # bytes of a tile here, so that small states have several

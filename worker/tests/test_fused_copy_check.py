@@ -20,7 +20,6 @@ from mambalign.worker.mamba_laws import RowBefore
 from mambalign.worker.mamba_utils import (
     CopyCounts,
     MambaSpecDecodeGPUContext,
-    mamba_states,
     preprocess_mamba,
 )
 from mambalign.worker.sampling_params import SamplingParams
@@ -29,7 +28,7 @@ from mambalign.worker.state_cache import StateCache, StateSpec
 
 W, DIM, B = 4, 11, 8
 LAYOUTS, RUNNERS = ("SD", "DS"), ("v1", "v2")
-CONV, TEMPORAL, CARRY = (0, 1), (2, 3), 4  # where `mamba_states` puts each kind
+CONV, TEMPORAL, CARRY = (0, 1), (2, 3), 4  # where `StateCache.mamba_states` puts each kind
 
 
 def make_cache(layout: str, num_spec_tokens: int, num_blocks: int, only_conv: bool = False) -> StateCache:
@@ -50,7 +49,7 @@ def make_cache(layout: str, num_spec_tokens: int, num_blocks: int, only_conv: bo
         num_spec_tokens=num_spec_tokens,
     )
     generator = torch.Generator().manual_seed(0)
-    for state in mamba_states(cache):
+    for state in cache.mamba_states():
         state.tensor.normal_(generator=generator)
     return cache
 
@@ -160,7 +159,7 @@ def test_a_row_that_skips_must_agree_on_its_column_too():
 
 def conv_slot_bytes(cache: StateCache, index: int, block: int, slot: int) -> torch.Tensor:
     """The bytes of one slot of a conv block, [dim, element size], writable."""
-    conv = mamba_states(cache)[index].tensor[block]
+    conv = cache.mamba_states()[index].tensor[block]
     slots = conv.T if cache.conv_layout == "DS" else conv
     return slots[slot].unsqueeze(-1).view(torch.uint8)
 
@@ -201,7 +200,7 @@ def test_every_defined_byte_is_compared_and_no_other(layout, num_spec_tokens):
                 assert (text is not None) == is_defined
                 assert not is_defined or text.startswith(f"state {index}: 1 bytes differ")
         for index in (*TEMPORAL, CARRY):
-            where = mamba_states(cache)[index].tensor[dest].view(-1).view(torch.uint8)
+            where = cache.mamba_states()[index].tensor[dest].view(-1).view(torch.uint8)
             for at in (0, len(where) // 2, len(where) - 1):
                 assert flipped(where, (at,), problem).startswith(f"state {index}: 1 bytes differ")
         assert problem() is None

@@ -13,7 +13,6 @@ from mambalign.worker.mamba_utils import (
     CpuGpuBuffer,
     MambaSpecDecodeGPUContext,
     _resolve_fused_precopy,
-    mamba_states,
     postprocess_mamba,
     preprocess_mamba,
 )
@@ -194,7 +193,7 @@ def test_decision_reaches_the_staging_buffers_in_batch_order():
 
 def test_a_step_without_a_crossing_moves_nothing():
     cache = make_cache("SD", 8, 3, 20)
-    before = [state.tensor.clone() for state in mamba_states(cache)]
+    before = [state.tensor.clone() for state in cache.mamba_states()]
     batch = make_batch((1, 3))
     output = SchedulerOutput([row("0", 12, 4, {1: 3, 2: 4, 3: 5, 4: 6})])
     ctx = MambaSpecDecodeGPUContext(cache, 4, 8)
@@ -203,7 +202,7 @@ def test_a_step_without_a_crossing_moves_nothing():
     assert batch.num_accepted[0] == 3 and batch.mamba_state_idx[0] == 1
     assert postprocess_mamba(output, [2], batch, cache, align_ctx=ctx, checked=True) == 0
     assert batch.num_accepted[0] == 2
-    for state, old in zip(mamba_states(cache), before, strict=True):
+    for state, old in zip(cache.mamba_states(), before, strict=True):
         assert torch.equal(state.tensor.view(torch.uint8), old.view(torch.uint8))
 
 
@@ -281,33 +280,27 @@ def test_checked_mode_refuses_a_boundary_that_breaks_a_law(tables, kept, message
     """V2, after sampling: both rows run in column 1, and keep the state after 8 tokens in column 0."""
     batch, idx_mapping = slot_batch(make_cache("SD", 8, 3, 20), [(1, 1), (1, 1)], [7, 7], list(tables))
     with pytest.raises(AssertionError, match=message):
-        batch.align_ctx.run_fused_postprocess(
-            2,
-            num_kept=torch.tensor(kept, dtype=torch.int32),
-            num_computed=batch.num_computed,
-            idx_mapping=idx_mapping,
-            checked=True,
-        )
+        batch.check_kept(torch.tensor(kept, dtype=torch.int32), idx_mapping)
 
 
 def test_row_sizes_are_sent_when_they_change():
-    ctx = MambaSpecDecodeGPUContext(make_cache("SD", 8, 3, 20), 4, 8)
-    sent = ctx.send_num_scheduled([4, 4])
-    assert ctx.send_num_scheduled([4, 4]) is sent
+    batch = SlotBatch(MambaSpecDecodeGPUContext(make_cache("SD", 8, 3, 20), 4, 8), 4, 3, 0)
+    sent = batch.send_num_scheduled([4, 4])
+    assert batch.send_num_scheduled([4, 4]) is sent
     for counts in ([4, 1], [4], [4, 4]):
-        assert ctx.send_num_scheduled(counts).tolist() == counts
+        assert batch.send_num_scheduled(counts).tolist() == counts
     assert sent.tolist() == [4, 4]
 
 
 def test_several_rows_resume_from_one_published_block():
     cache = make_cache("DS", 8, 3, 20)
-    for state in mamba_states(cache):
+    for state in cache.mamba_states():
         state.tensor[1] = 7
     batch = make_batch((0, 1), (0, 1), (0, 1))
     output = SchedulerOutput([row(str(i), 8, 2, {0: 1, 1: 2 + i}, is_decode=False) for i in range(3)])
     ctx = MambaSpecDecodeGPUContext(cache, 4, 8)
     assert preprocess_mamba(output, batch, cache, align_ctx=ctx, checked=True)[:2] == (3, 0)
-    for state in mamba_states(cache):
+    for state in cache.mamba_states():
         assert (state.tensor[1:5] == 7).all() and state.tensor[5:].isnan().all()
 
 
@@ -316,7 +309,7 @@ def test_alternating_draft_counts_around_a_boundary():
     cache = make_cache("DS", 8, 3, 20)
     ctx, batch = MambaSpecDecodeGPUContext(cache, 1, 8), make_batch((0, 1))
     blocks = {k: 10 + k for k in range(6)}
-    for state in mamba_states(cache):
+    for state in cache.mamba_states():
         state.tensor[10] = 1
     output = SchedulerOutput([row("0", 6, 4, blocks)])
     assert preprocess_mamba(output, batch, cache, align_ctx=ctx, checked=True).num_rows == 1
