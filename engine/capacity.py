@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mambalign.engine.config import ConfigError
+from mambalign.engine.option import ConfigError
 from mambalign.worker.mamba_columns import cdiv
 
 PREFILL_COLUMNS = 5  # source, running, and three asked boundaries

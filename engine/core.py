@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 
 from mambalign.engine.capacity import describe, plan_pools
-from mambalign.engine.checkpoint import DEFAULT_MODEL, load_tokenizer, locate, read_facts
-from mambalign.engine.config import CheckpointFacts, ConfigError, EngineConfig, check_chunks, resolve
+from mambalign.engine.checkpoint import DEFAULT_MODEL, CheckpointFacts, load_tokenizer, locate, read_facts
+from mambalign.engine.config import EngineConfig
 from mambalign.engine.detokenizer import Detokenizer
 from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
+from mambalign.engine.option import ConfigError
 from mambalign.engine.request import Request
+from mambalign.engine.resolution import check_chunks, resolve
 from mambalign.engine.scheduler import Scheduler, SchedulerLimits
 from mambalign.worker.batch import RunnerOutput, SchedulerOutput
 from mambalign.worker.grammar import GrammarCompiler
