@@ -18,7 +18,8 @@ from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
 from mambalign.engine.option import ConfigError
 from mambalign.engine.request import Request
 from mambalign.engine.resolution import check_chunks, resolve
-from mambalign.engine.scheduler import Scheduler, SchedulerLimits
+from mambalign.engine.scheduler import Scheduler
+from mambalign.engine.scheduler_limits import SchedulerLimits
 from mambalign.worker.batch import RunnerOutput, SchedulerOutput
 from mambalign.worker.grammar import GrammarCompiler
 from mambalign.worker.mamba_columns import cdiv
@@ -340,7 +341,7 @@ class EngineCore:
 
     def _fail(self, request_id: str, error: str) -> EngineOutput:
         """End a live request with an error now; what it cached before anything proved it right is cached no more."""
-        self.scheduler.cache.forget_untested(self.scheduler.finish(request_id, "error"))
+        self.scheduler.blocks.cache.forget_untested(self.scheduler.finish(request_id, "error"))
         return self._output(self._live.pop(request_id), [], None, error)
 
     def _output(
@@ -387,7 +388,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Totals since start and gauges of now."""
         scheduler, c = self.scheduler, self.scheduler.counters
-        kv, mamba = scheduler.kv_pool, scheduler.mamba_pool
+        kv, mamba = scheduler.blocks.kv_pool, scheduler.blocks.mamba_pool
         copies, checker = self.runner.copy_totals(), self.runner.checker
         return EngineStats(
             num_requests_running=len(scheduler.running),
@@ -425,5 +426,5 @@ class EngineCore:
 
     def free_blocks(self) -> dict[str, tuple[int, int]]:
         """Pool name -> (blocks that nobody holds, all blocks)."""
-        pools = (self.scheduler.kv_pool, self.scheduler.mamba_pool)
+        pools = (self.scheduler.blocks.kv_pool, self.scheduler.blocks.mamba_pool)
         return {pool.name: (pool.num_free, pool.num_usable) for pool in pools}
