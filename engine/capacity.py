@@ -79,7 +79,7 @@ def mebibytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 
-def describe(
+def describe_pools(
     plan: PoolPlan,
     *,
     kv_block_bytes: int,
