@@ -11,7 +11,7 @@ import torch
 
 from mambalign.engine.capacity import states_for_one
 from mambalign.engine.checkpoint import locate
-from mambalign.engine.config import flag
+from mambalign.engine.option import flag
 from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.nemotron_h import NemotronH
 from mambalign.worker.models.registry import load_model

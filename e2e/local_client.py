@@ -22,7 +22,7 @@ def pool_tensors(core: EngineCore) -> list[tuple[BlockPool, list[torch.Tensor]]]
     """The KV pool and the state pool, each with the tensors that its blocks are of."""
     cache, scheduler = core.runner.cache, core.scheduler
     states = [*cache.conv, *cache.temporal, *([] if cache.carry is None else [cache.carry])]
-    return [(scheduler.kv_pool, [*cache.keys, *cache.values]), (scheduler.mamba_pool, states)]
+    return [(scheduler.blocks.kv_pool, [*cache.keys, *cache.values]), (scheduler.blocks.mamba_pool, states)]
 
 
 class Poison:

@@ -173,9 +173,9 @@ class ScriptedEngine:
 
     def cached_state(self, token_ids: Sequence[int]) -> list[torch.Tensor] | None:
         """Bytes of every state that the cache holds after exactly these tokens; None if it holds none."""
-        request, pool = Request("", list(token_ids), SamplingParams()), self.core.scheduler.mamba_pool
-        self.core.scheduler.cache.extend_hashes(request)
-        block = pool.lookup(self.core.scheduler.cache.state_hash(request, len(token_ids)))
+        request, pool = Request("", list(token_ids), SamplingParams()), self.core.scheduler.blocks.mamba_pool
+        self.core.scheduler.blocks.cache.extend_hashes(request)
+        block = pool.lookup(self.core.scheduler.blocks.cache.state_hash(request, len(token_ids)))
         if block is None:
             return None
         window = self.cache.conv_width - 1

@@ -15,8 +15,8 @@ from cells import Cell, default_model, default_path
 from local_client import LocalClient
 
 from mambalign.engine import LLM, SamplingParams
-from mambalign.engine.config import ConfigError
 from mambalign.engine.llm import RequestOutput
+from mambalign.engine.option import ConfigError
 from mambalign.engine.reference import Generation, ReferenceEngine
 from mambalign.kernels.chunk_shape import DELTA_CHUNK, MAMBA2_CHUNK
 from mambalign.worker.models.hybrid import HybridModel

@@ -6,8 +6,8 @@ Names are imported when they are first used, so that `serve --help` needs no tor
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mambalign.engine.config import ConfigError
     from mambalign.engine.llm import LLM, CompletionOutput, RequestOutput
+    from mambalign.engine.option import ConfigError
     from mambalign.worker.sampling_params import SamplingParams, StructuredOutputs
 
 __all__ = ["LLM", "CompletionOutput", "ConfigError", "RequestOutput", "SamplingParams", "StructuredOutputs"]
@@ -16,7 +16,7 @@ _HOMES = {
     "LLM": "mambalign.engine.llm",
     "CompletionOutput": "mambalign.engine.llm",
     "RequestOutput": "mambalign.engine.llm",
-    "ConfigError": "mambalign.engine.config",
+    "ConfigError": "mambalign.engine.option",
     "SamplingParams": "mambalign.worker.sampling_params",
     "StructuredOutputs": "mambalign.worker.sampling_params",
 }

@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from mambalign.engine.config import ConfigError, ServerConfig
+from mambalign.engine.config import ServerConfig
+from mambalign.engine.option import ConfigError
 
 ENVIRONMENT = "MAMBALIGN_API_KEY"
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mambalign.engine.config import ConfigError
+from mambalign.engine.option import ConfigError
 from mambalign.worker.mamba_columns import cdiv
 
 PREFILL_COLUMNS = 5  # source, running, and three asked boundaries
@@ -79,7 +79,7 @@ def mebibytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 
-def describe(
+def describe_pools(
     plan: PoolPlan,
     *,
     kv_block_bytes: int,

@@ -2,10 +2,11 @@
 
 import json
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mambalign.engine.config import CheckpointFacts, ConfigError
+from mambalign.engine.option import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,6 +16,19 @@ DEFAULT_MODEL_NAME = "default"
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """What a checkpoint's own files say, as far as options depend on it."""
+
+    name: str  # for people and the API: hub id or folder name
+    path: Path  # local folder
+    is_default: bool  # the small model that ships
+    max_model_len: int  # tokens
+    dtype: str  # of the stored weights: "float32", "bfloat16", "float16"
+    vocab_size: int
+    num_mtp_layers: int  # 0: no MTP head
 
 
 def locate(model: str | None, *, weights: bool = True) -> Path:

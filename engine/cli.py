@@ -14,19 +14,10 @@ from types import NoneType
 from typing import Any, NoReturn
 
 from mambalign.engine.api_keys import ApiKeys
-from mambalign.engine.checkpoint import load_chat_template, locate, read_facts
-from mambalign.engine.config import (
-    CheckpointFacts,
-    ConfigError,
-    EngineConfig,
-    ServerConfig,
-    allowed_types,
-    build_part,
-    check_checkpoint,
-    check_values,
-    flag,
-    parse_bytes,
-)
+from mambalign.engine.checkpoint import CheckpointFacts, load_chat_template, locate, read_facts
+from mambalign.engine.config import EngineConfig, ServerConfig
+from mambalign.engine.option import ConfigError, allowed_types, build_part, check_values, flag, parse_bytes
+from mambalign.engine.resolution import check_checkpoint
 
 DESCRIPTION = "Serve a hybrid Mamba model over the OpenAI API, with prefix caching and speculative decoding."
 GROUPS = {

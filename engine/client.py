@@ -21,7 +21,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from mambalign.engine.config import ConfigError, EngineConfig
+from mambalign.engine.config import EngineConfig
 from mambalign.engine.core_process import (
     DEFAULT_CORE,
     HEARTBEAT_SECONDS,
@@ -41,6 +41,7 @@ from mambalign.engine.core_process import (
 )
 from mambalign.engine.mailbox import Mailbox
 from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
+from mambalign.engine.option import ConfigError
 from mambalign.worker.sampling_params import SamplingParams
 
 STOP_SECONDS = 5.0  # how long the engine process may take to leave once told to

@@ -1,37 +1,16 @@
 """Every option of the engine, one frozen dataclass per owner.
 
-The CLI and `LLM(**options)` are generated from these. A field's metadata holds its help text (with units)
-and its limits; its default is the CLI's default. `validate` refuses what no checkpoint could serve; `resolve`
-fills in "auto" and None from the checkpoint's facts and refuses what this checkpoint cannot serve. Both are
-pure and run before any weight is loaded. Nothing here imports torch.
+The CLI and `LLM(**options)` are generated from these; a field's default is the CLI's default. `validate` refuses what
+no checkpoint could serve; `resolution.py` has what depends on the checkpoint. Nothing here imports torch.
 """
 
-import re
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+from mambalign.engine.option import ConfigError, build_part, check_values, option
 from mambalign.kernels.chunk_shape import DELTA_CHUNK, MAMBA2_CHUNK
 
 MAX_SPEC_TOKENS = 8
-DEFAULT_MODEL_SPEC_TOKENS = 3
-DEFAULT_CPU_CACHE_BYTES = 1 << 30
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("", 1024), ("iB", 1024), ("B", 1000))
-}
-
-
-class ConfigError(ValueError):
-    """Options that cannot be served, alone or together. The text names the option and the limit."""
-
-
-def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A field. metadata: `choices`, `refused` of them, `low`, `high` (inclusive), `bytes`, `positional`,
-    `bench_only` (no option of `serve`)."""
-    return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass(frozen=True)
@@ -203,74 +182,6 @@ class EngineConfig:
         return config
 
 
-@dataclass(frozen=True)
-class CheckpointFacts:
-    """What a checkpoint's own files say, as far as options depend on it."""
-
-    name: str  # for people and the API: hub id or folder name
-    path: Path  # local folder
-    is_default: bool  # the small model that ships
-    max_model_len: int  # tokens
-    dtype: str  # of the stored weights: "float32", "bfloat16", "float16"
-    vocab_size: int
-    num_mtp_layers: int  # 0: no MTP head
-
-
-def build_part(owner: Any, options: dict[str, Any]) -> Any:
-    """Take one dataclass's fields out of flat `options` (which shrinks) and build it; "4GiB" is parsed."""
-    values = {f.name: options.pop(f.name) for f in fields(owner) if f.name in options}
-    for f in fields(owner):
-        if f.metadata.get("bytes") and isinstance(values.get(f.name), str):
-            values[f.name] = parse_bytes(values[f.name])
-    return owner(**values)
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of "1000000", "512MiB", "1.5GiB", "4G" (= GiB), "2GB" (= 2 * 10**9). Raises ConfigError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = match and {name.lower(): factor for name, factor in _UNITS.items()}.get(match[2].lower())
-    if not match or unit is None:
-        raise ConfigError(f"{text!r} is not a number of bytes: write 1000000, 512MiB or 4GiB")
-    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-
-
-def flag(name: str) -> str:
-    """The CLI's spelling of an option: `spec_tokens` -> `--spec-tokens`."""
-    return "--" + name.replace("_", "-")
-
-
-def allowed_types(annotation: Any) -> tuple[type, ...]:
-    """`int | None` -> (int, NoneType)."""
-    return get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-
-
-def check_values(part: Any) -> None:
-    """Check each field of one options dataclass by itself: type, choices, range. Raises ConfigError."""
-    for f in fields(part):
-        value, name = getattr(part, f.name), flag(f.name)
-        types = allowed_types(f.type)
-        if value is None and NoneType in types:
-            continue
-        wrong_bool = isinstance(value, bool) and bool not in types
-        if wrong_bool or not isinstance(value, (*types, int) if float in types else types):
-            wanted = " or ".join("None" if t is NoneType else t.__name__ for t in types)
-            raise ConfigError(f"{name} {value!r}: must be {wanted}, not {type(value).__name__}")
-        choices = f.metadata.get("choices")
-        refused = f.metadata.get("refused", {})
-        if value in refused:
-            raise ConfigError(f"{name} {value} cannot be served: {refused[value]}")
-        if choices and value not in choices:
-            served = ", ".join(choice for choice in choices if choice not in refused)
-            raise ConfigError(f"{name} {value!r}: must be one of {served}")
-        low, high = f.metadata.get("low"), f.metadata.get("high")
-        if low is not None and value < low:
-            raise ConfigError(f"{name} {value}: must be at least {low}")
-        if high is not None and value > high:
-            raise ConfigError(f"{name} {value}: must be at most {high}")
-        if value == "":
-            raise ConfigError(f"{name}: must not be empty")
-
-
 def validate(config: EngineConfig) -> None:
     """Refuse every value and combination that no checkpoint makes right. Raises ConfigError."""
     for part in fields(config):
@@ -301,75 +212,3 @@ def validate(config: EngineConfig) -> None:
             raise ConfigError("--enable-prefix-caching needs --mamba-cache-mode align: mode none keeps no state")
         if config.runner.check_fused_copy:
             raise ConfigError("--check-fused-copy needs --mamba-cache-mode align: mode none copies no state")
-
-
-def check_checkpoint(config: EngineConfig, facts: CheckpointFacts) -> None:
-    """Refuse options that this checkpoint cannot serve. Raises ConfigError."""
-    limit = facts.max_model_len
-    if config.model.max_model_len is not None and config.model.max_model_len > limit:
-        raise ConfigError(f"--max-model-len {config.model.max_model_len}: at most {limit} for {facts.name}")
-    if config.spec.spec_method == "mtp" and config.spec.spec_tokens != 0 and not facts.num_mtp_layers:
-        raise ConfigError(f"--spec-method mtp: {facts.name} has no MTP head; use --spec-method ngram")
-
-
-def check_chunks(config: EngineConfig, chunk_tokens: int | None) -> None:
-    """Refuse options under which prompts cannot run by chunks of so many tokens; None: by none. Raises ConfigError."""
-    if chunk_tokens is None:
-        raise ConfigError("--prefill-scan chunked: no layer of this model has a scan; use --prefill-scan recurrent")
-    block_tokens, budget = config.cache.mamba_block_size, config.scheduler.max_num_batched_tokens
-    if config.cache.mamba_cache_mode == "align" and block_tokens % chunk_tokens:
-        raise ConfigError(
-            f"--mamba-block-size {block_tokens}: must be a multiple of {chunk_tokens} with --prefill-scan chunked for "
-            "this model: states are known at the ends of chunks"
-        )
-    if budget < chunk_tokens:
-        raise ConfigError(
-            f"--max-num-batched-tokens {budget}: must be at least {chunk_tokens} with --prefill-scan chunked for this "
-            "model: a chunk runs in one step"
-        )
-
-
-def resolve(config: EngineConfig, facts: CheckpointFacts, *, cuda_available: bool) -> EngineConfig:
-    """Fill in every "auto" and None but `mamba_cache_fraction` and, on CUDA, `cache_memory`. Raises ConfigError.
-
-    Those two are known when the weights are loaded. With `--spec-tokens 0` the method is None.
-    """
-    validate(config)
-    check_checkpoint(config, facts)
-    device = config.model.device
-    if device == "cuda" and not cuda_available:
-        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu")
-    if device == "auto":
-        device = "cuda" if cuda_available else "cpu"
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" or facts.dtype == "float32" else "bfloat16"
-    cache_memory = config.cache.cache_memory
-    if cache_memory is None and device == "cpu":
-        cache_memory = DEFAULT_CPU_CACHE_BYTES
-    prefix_caching = config.cache.enable_prefix_caching
-    if prefix_caching is None:
-        prefix_caching = config.cache.mamba_cache_mode == "align"
-    spec_tokens, spec_method = resolve_spec(config, facts)
-    return replace(
-        config,
-        model=replace(
-            config.model,
-            device=device,
-            dtype=dtype,
-            max_model_len=config.model.max_model_len or facts.max_model_len,
-        ),
-        cache=replace(config.cache, cache_memory=cache_memory, enable_prefix_caching=prefix_caching),
-        spec=replace(config.spec, spec_tokens=spec_tokens, spec_method=spec_method),
-    )
-
-
-def resolve_spec(config: EngineConfig, facts: CheckpointFacts) -> tuple[int, str | None]:
-    """Drafts a step and where they come from. The default number shrinks to the room other options leave."""
-    spec_tokens = config.spec.spec_tokens
-    if spec_tokens is None:
-        room = min(config.cache.mamba_block_size, config.scheduler.max_num_batched_tokens) - 1
-        spec_tokens = min(DEFAULT_MODEL_SPEC_TOKENS, room) if facts.is_default else 0
-    if spec_tokens == 0:
-        return 0, None
-    return spec_tokens, config.spec.spec_method or ("mtp" if facts.num_mtp_layers else "ngram")

@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from mambalign.engine.config import ConfigError, EngineConfig
+from mambalign.engine.config import EngineConfig
 from mambalign.engine.messages import EngineOutput, EngineRequest
+from mambalign.engine.option import ConfigError
 from mambalign.engine.output import output_that_never_blocks
 
 DEFAULT_CORE = "mambalign.engine.core:EngineCore"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from mambalign.engine.config import ConfigError
+from mambalign.engine.option import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mambalign.worker.mamba_columns import next_column
 from mambalign.worker.sampling_params import SamplingParams, TokenLogprobs
 
 
@@ -22,9 +23,20 @@ class InFlight(NamedTuple):
     samples: bool
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """Where a request stands once its step in flight, if any, is booked: n lies in `least .. most`."""
+
+    least: int
+    most: int
+    running_column: int
+    is_decode: bool
+    num_tokens: int  # longest that the text can be
+
+
 @dataclass(eq=False)
 class Request:
-    """Counters are in tokens and named `num_*_tokens`; block lists are filled by the scheduler."""
+    """Counters are in tokens and named `num_*_tokens`; blocks are filled by `RequestBlocks`."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -81,6 +93,22 @@ class Request:
     def lacks_prompt_logprobs(self) -> bool:
         """Prompt tokens must run, cached or not, for their log-probabilities."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def boundaries_within(self, start: int, end: int) -> list[int]:
+        """Of `boundaries`, those in `start + 1 .. end`."""
+        return [m for m in self.boundaries if start < m <= end]
+
+    def outlook(self, mamba_block_tokens: int) -> Outlook:
+        """At most one step may be in flight."""
+        n, column = self.num_computed_tokens, self.running_column
+        if not self.in_flight:
+            return Outlook(n, n, column, self.is_decode, self.num_tokens)
+        (flight,) = self.in_flight
+        end = n + flight.num_tokens
+        column = next_column(column, n, flight.num_tokens, mamba_block_tokens)
+        if flight.is_decode:
+            return Outlook(n + 1, end, column, True, self.num_tokens + flight.num_tokens)
+        return Outlook(end, end, column, flight.samples, self.num_tokens + flight.samples)
 
     def append(self, token_id: int) -> None:
         self.output_token_ids.append(token_id)

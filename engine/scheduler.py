@@ -1,4 +1,4 @@
-"""Decides what runs in a step, and books what it did. Owns the requests and both pools; touches no tensor.
+"""Decides what runs in a step, and books what it did. Owns the requests; touches no tensor.
 
 A step is `schedule() -> run -> update()`. Running requests go first, in the order of their admission, then waiting
 ones while budget, rows and blocks last. A running request that finds no block preempts the youngest; the oldest can
@@ -7,67 +7,22 @@ always run, because start-up refuses pools in which one request alone would not 
 With `chunk_tokens` a row is either a piece of its prompt, cut between chunks, or tokens of its reply, and what covers a
 token of a reply is not cached: as part of a later prompt it would be computed by chunks, to other bits.
 
-With `schedules_ahead` (runner V2) one more step may be planned while one is in flight. A decode row's place is then
-known between two bounds only: blocks are reserved for the highest, and kept down to the lowest. Nobody is preempted
-while a step is in flight; when blocks run out, the next step waits until there is none.
+With `schedules_ahead` (runner V2) one more step may be planned while one is in flight: what is known of a request then
+is its `Outlook`. Nobody is preempted while a step is in flight; when blocks run out, the next step waits until there is
+none.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from mambalign.engine.block_pool import BlockPool
-from mambalign.engine.prefix_cache import Hit, PrefixCache
-from mambalign.engine.request import InFlight, Request, RequestStatus
+from mambalign.engine.request import InFlight, Outlook, Request, RequestStatus
+from mambalign.engine.request_blocks import RequestBlocks
+from mambalign.engine.scheduler_counters import SchedulerCounters
+from mambalign.engine.scheduler_limits import SchedulerLimits
 from mambalign.worker.batch import UNKNOWN_TOKEN, NewRow, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
-from mambalign.worker.mamba_columns import cdiv, decode_columns, first_column, next_column, postcopy
+from mambalign.worker.mamba_columns import next_column
 
 AppendToken = Callable[[Request, int], bool]
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """Everything the scheduler must know of the engine, resolved."""
-
-    max_num_seqs: int  # rows that run at once
-    max_num_batched_tokens: int  # tokens a step, >= max_num_seqs
-    max_model_len: int
-    num_spec_tokens: int
-    kv_block_tokens: int
-    mamba_block_tokens: int
-    num_kv_blocks: int  # null block included
-    num_mamba_blocks: int
-    enable_prefix_caching: bool
-    num_lookahead_tokens: int  # KV slots past the step's tokens that the drafter writes: max(1, S), 0 without one
-    schedules_ahead: bool = False  # plan a step while one is in flight
-    chunk_tokens: int | None = None  # prompts are scanned by chunks of so many tokens, replies token by token
-
-
-@dataclass
-class SchedulerCounters:
-    """Totals since start, in tokens unless named otherwise."""
-
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    prefix_misses: Counter[str] = field(default_factory=Counter)  # requests by cause
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0  # requests
-    drafted_rows: int = 0  # rows and steps that verified at least one draft
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)  # [S]
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """Where a request stands once its step in flight, if any, is booked: n lies in `least .. most`."""
-
-    least: int
-    most: int
-    running_column: int
-    is_decode: bool
-    num_tokens: int  # longest that the text can be
 
 
 class Scheduler:
@@ -76,15 +31,7 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, append_token: AppendToken):
         self.limits = limits
         self.append_token = append_token
-        self.kv_pool = BlockPool("kv", limits.num_kv_blocks)
-        self.mamba_pool = BlockPool("mamba", limits.num_mamba_blocks)
-        self.cache = PrefixCache(
-            self.kv_pool,
-            self.mamba_pool,
-            limits.kv_block_tokens,
-            limits.mamba_block_tokens,
-            prompts_only=limits.chunk_tokens is not None,
-        )
+        self.blocks = RequestBlocks(limits)
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -122,7 +69,7 @@ class Scheduler:
             self.waiting.remove(request)
         request.finish_reason = request.finish_reason or reason
         request.status = RequestStatus.FINISHED
-        self._release_blocks(request)
+        self.blocks.release(request)
         return request
 
     def has_work(self) -> bool:
@@ -156,7 +103,7 @@ class Scheduler:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for an older one
-            outlook = self._outlook(request)
+            outlook = request.outlook(self.limits.mamba_block_tokens)
             if request.in_flight and not self._may_run_ahead(request, outlook):
                 continue
             token_ids = self._next_tokens(request, outlook, budget, draft_budget)
@@ -174,7 +121,7 @@ class Scheduler:
 
     def _make_room(self, request: Request, outlook: Outlook, num_tokens: int) -> bool:
         """Allocate for a running request, preempting younger ones; False when it has to wait or is the victim."""
-        while not self._allocate(request, outlook, num_tokens):
+        while not self.blocks.allocate(request, outlook, num_tokens):
             if self._num_in_flight:
                 self._drain = True
                 return False
@@ -184,17 +131,6 @@ class Scheduler:
                 return False
         return True
 
-    def _outlook(self, request: Request) -> Outlook:
-        n, column = request.num_computed_tokens, request.running_column
-        if not request.in_flight:
-            return Outlook(n, n, column, request.is_decode, request.num_tokens)
-        (flight,) = request.in_flight
-        end = n + flight.num_tokens
-        column = next_column(column, n, flight.num_tokens, self.limits.mamba_block_tokens)
-        if flight.is_decode:
-            return Outlook(n + 1, end, column, True, request.num_tokens + flight.num_tokens)
-        return Outlook(end, end, column, flight.samples, request.num_tokens + flight.samples)
-
     def _may_run_ahead(self, request: Request, outlook: Outlook) -> bool:
         """Not if the result in flight may end the text, or the next token depends on it through the host."""
         params = request.params
@@ -203,18 +139,19 @@ class Scheduler:
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting[0]
-            hit = self._take_hit(request)
-            outlook = self._outlook(request)
+            hit = self.blocks.admit(request)
+            outlook = request.outlook(self.limits.mamba_block_tokens)
             token_ids = self._next_tokens(request, outlook, budget, 0)
-            if not (token_ids and self._fits(request) and self._allocate(request, outlook, len(token_ids))):
-                self._release_blocks(request)
+            if not (token_ids and self.blocks.fits(request) and self.blocks.allocate(request, outlook, len(token_ids))):
+                self.blocks.release(request)
                 return
             self.waiting.popleft()
             self.running.append(request)
             request.status = RequestStatus.RUNNING
             self._num_admissions += 1
             request.admission = self._num_admissions
-            self._count_hit(request, hit)
+            if request.num_cached_tokens is None:  # not resumed: only the first admission answers to the hit law
+                self.counters.count_prompt(request, hit.num_tokens, self.blocks.miss_cause(request, hit))
             budget -= len(token_ids)
             output.new_rows.append(self._new_row(request))
             output.rows.append(self._row(request, outlook, token_ids))
@@ -226,7 +163,8 @@ class Scheduler:
 
         A whole chunk at least, so that a prompt goes on in every step.
         """
-        prompts_pending = bool(self.waiting) or any(not self._outlook(r).is_decode for r in self.running)
+        block_tokens = self.limits.mamba_block_tokens
+        prompts_pending = bool(self.waiting) or any(not r.outlook(block_tokens).is_decode for r in self.running)
         for_prompts = max(budget // 2, self.limits.chunk_tokens or 0) if prompts_pending else 0
         return max(0, budget - len(self.running) - for_prompts)
 
@@ -251,69 +189,6 @@ class Scheduler:
             return n + budget
         return prompt if prompt - n <= budget else n + budget // chunk * chunk
 
-    def _take_hit(self, request: Request) -> Hit:
-        """Admission: hold the cached prefix and start the request's columns from it."""
-        hit = Hit(0, 0)
-        if self.limits.enable_prefix_caching:
-            hit = hit if request.lacks_prompt_logprobs else self.cache.lookup(request)
-            request.boundaries = self.cache.boundaries_to_keep(request, hit)
-            self.cache.touch_matched(request, hit)
-        request.num_computed_tokens = hit.num_tokens
-        request.num_admitted_tokens = request.num_tokens
-        request.running_column = first_column(hit.num_tokens, self.limits.mamba_block_tokens)
-        for hash in request.block_hashes[: hit.num_tokens // self.limits.kv_block_tokens]:
-            block = self.kv_pool.lookup(hash)
-            self.kv_pool.retain(block)
-            request.kv_blocks.append(block)
-        if hit.num_tokens:
-            block = self.mamba_pool.lookup(self.cache.state_hash(request, hit.num_tokens))
-            self.mamba_pool.retain(block)
-            request.mamba_blocks[request.running_column] = block
-        return hit
-
-    def _count_hit(self, request: Request, hit: Hit) -> None:
-        if request.num_cached_tokens is not None:
-            return  # resumed: only the first admission answers to the hit law
-        request.num_cached_tokens = hit.num_tokens
-        self.counters.prompt_tokens += request.num_prompt_tokens
-        looked_up = self.limits.enable_prefix_caching and not request.lacks_prompt_logprobs
-        if hit.num_tokens == 0:
-            self.counters.prefix_misses[self.cache.miss_cause(request, hit) if looked_up else "disabled"] += 1
-        if looked_up:
-            self.counters.prefix_queries += request.num_prompt_tokens
-            self.counters.prefix_hits += hit.num_tokens
-
-    # blocks
-
-    def _fits(self, request: Request) -> bool:
-        """Whether there is KV for the whole known text: with less, a request would soon be preempted again."""
-        num_kv = cdiv(request.num_tokens + self.limits.num_lookahead_tokens, self.limits.kv_block_tokens)
-        return num_kv - len(request.kv_blocks) <= self.kv_pool.num_free
-
-    def _allocate(self, request: Request, outlook: Outlook, num_tokens: int) -> bool:
-        """Give the request every block that a step of `num_tokens` tokens can need, or nothing and False."""
-        end = outlook.most + num_tokens + self.limits.num_lookahead_tokens
-        num_kv = max(0, cdiv(end, self.limits.kv_block_tokens) - len(request.kv_blocks))
-        columns = [c for c in self._columns(request, outlook, num_tokens) if c not in request.mamba_blocks]
-        if num_kv > self.kv_pool.num_free or len(columns) > self.mamba_pool.num_free:
-            return False
-        request.kv_blocks += [self.kv_pool.allocate() for _ in range(num_kv)]
-        for column in columns:
-            request.mamba_blocks[column] = self.mamba_pool.allocate()
-        return True
-
-    def _columns(self, request: Request, outlook: Outlook, num_tokens: int) -> list[int]:
-        """Mamba columns that a step of `num_tokens` tokens can write, or must keep for a copy."""
-        n, column, size = outlook.least, outlook.running_column, self.limits.mamba_block_tokens
-        if outlook.is_decode:
-            slack = outlook.most - n
-            return list(decode_columns(n, column, num_tokens, size, self.limits.num_spec_tokens, slack))
-        asked = [m // size - 1 for m in self._boundaries_within(request, n, n + num_tokens)]
-        return sorted({next_column(column, n, num_tokens, size), *asked})
-
-    def _boundaries_within(self, request: Request, start: int, end: int) -> list[int]:
-        return [m for m in request.boundaries if start < m <= end]
-
     def _preempt(self, request: Request) -> None:
         """Take everything from a running request; it starts over, from the cache if it can, as the next to run."""
         self.running.remove(request)
@@ -322,18 +197,7 @@ class Scheduler:
         request.num_preemptions += 1
         self.counters.preemptions += 1
         self._removed.append(request.request_id)
-        self._release_blocks(request)
-
-    def _release_blocks(self, request: Request) -> None:
-        """Give everything back, the end of the text first, so that it is evicted before what leads to it."""
-        for block in reversed(request.kv_blocks):
-            self.kv_pool.release(block)
-        for column in sorted(request.mamba_blocks, reverse=True):
-            self.mamba_pool.release(request.mamba_blocks[column])
-        request.kv_blocks, request.mamba_blocks, request.boundaries = [], {}, []
-        request.draft_token_ids = []
-        request.in_flight.clear()
-        request.num_computed_tokens, request.running_column = 0, -1
+        self.blocks.release(request)
 
     # what the runner sees
 
@@ -361,7 +225,7 @@ class Scheduler:
             is_decode=is_decode,
             kv_blocks=list(request.kv_blocks),
             mamba_blocks=dict(request.mamba_blocks),
-            boundaries=[] if is_decode else self._boundaries_within(request, n, end),
+            boundaries=[] if is_decode else request.boundaries_within(n, end),
             next_token_id=request.token_ids[end] if ends_inside else None,
             by_chunk=self.limits.chunk_tokens is not None and end <= request.num_prompt_tokens,
         )
@@ -394,14 +258,14 @@ class Scheduler:
         request.num_computed_tokens = n + num_final
         kept, finished = self._append_tokens(request, result.token_ids)
         if row.is_decode:
-            self._count_drafts(request, result.num_draft_tokens, min(len(result.token_ids) - 1, len(kept)))
+            self.counters.count_drafts(request, result.num_draft_tokens, min(len(result.token_ids) - 1, len(kept)))
         if self.limits.enable_prefix_caching:
-            self._publish(request, row, n, num_final)
+            self.blocks.publish(request, row, n, num_final)
         if finished:
             self.finish(request.request_id, request.finish_reason or "stop")
         else:
             request.draft_token_ids = list(result.draft_token_ids)
-            self._free_columns_behind(request)
+            self.blocks.release_behind(request)
         return kept
 
     def _append_tokens(self, request: Request, token_ids: list[int]) -> tuple[list[int], bool]:
@@ -411,54 +275,16 @@ class Scheduler:
                 return token_ids[: i + 1], True
         return token_ids, False
 
-    def _count_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        if num_drafts == 0:
-            return
-        request.num_draft_tokens += num_drafts
-        request.num_accepted_tokens += num_accepted
-        self.counters.drafted_rows += 1
-        self.counters.draft_tokens += num_drafts
-        self.counters.accepted_tokens += num_accepted
-        for position in range(num_accepted):
-            self.counters.accepted_per_position[position] += 1
-
-    def _publish(self, request: Request, row: ScheduledRow, n: int, num_final: int) -> None:
-        """Cache what the step completed, as far as the text goes: a stop may have cut the last tokens off."""
-        size = self.limits.mamba_block_tokens
-        num_committed = min(request.num_computed_tokens, self.cache.num_cacheable(request))
-        self.cache.publish_kv(request, num_committed, row.samples)
-        if not row.is_decode:
-            for boundary in row.boundaries:
-                self.cache.publish_state(request, boundary, request.mamba_blocks[boundary // size - 1], row.samples)
-            if row.samples:
-                self.cache.mark_tested(request)
-            return
-        crossed = postcopy(request.running_column, n, num_final, size)
-        if crossed is None or crossed.boundary > num_committed:
-            return
-        hash = self.cache.publish_state(request, crossed.boundary, request.mamba_blocks[crossed.dest_column])
-        if request.decode_checkpoint is not None:
-            self.cache.supersede_state(request.decode_checkpoint)
-        request.decode_checkpoint = hash
-
-    def _free_columns_behind(self, request: Request) -> None:
-        first = request.num_computed_tokens // self.limits.mamba_block_tokens
-        for column in sorted(request.mamba_blocks):
-            if column < first and column != request.running_column:
-                self.mamba_pool.release(request.mamba_blocks.pop(column))
-
     # the whole
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False when running requests still hold some of their blocks."""
-        self.cache.reset()
+        self.blocks.cache.reset()
         return not self.running
 
     def check(self) -> None:
-        """Walk both pools, the tree and every request; raises AssertionError on the first contradiction."""
-        self.kv_pool.check(Counter(b for r in self.requests.values() for b in r.kv_blocks))
-        self.mamba_pool.check(Counter(b for r in self.requests.values() for b in r.mamba_blocks.values()))
-        self.cache.check()
+        """Walk the blocks and every request; raises AssertionError on the first contradiction."""
+        self.blocks.check(self.requests.values())
         for request in self.waiting:
             assert request.status is RequestStatus.WAITING and not request.kv_blocks and not request.mamba_blocks
         for request in self.running:

@@ -26,7 +26,8 @@ class Mutant:
 COLUMNS, MIGRATION = "worker/mamba_columns.py", "worker/mamba_utils.py"
 PRECOPY, POSTPROCESS = "kernels/precopy_mamba_align.py", "kernels/postprocess_mamba.py"
 PREPROCESS, COPY = "kernels/preprocess_mamba_align.py", "kernels/mamba_state_copy.py"
-SCHEDULER, CACHE, POOL = "engine/scheduler.py", "engine/prefix_cache.py", "engine/block_pool.py"
+SCHEDULER, BLOCKS = "engine/scheduler.py", "engine/request_blocks.py"
+CACHE, POOL = "engine/prefix_cache.py", "engine/block_pool.py"
 STEP, ROWS = "worker/model_step.py", "worker/forward_batch.py"
 
 MUTANTS = [
@@ -115,7 +116,7 @@ MUTANTS = [
     ),
     Mutant(
         "running block published in place of the boundary's",
-        SCHEDULER,
+        BLOCKS,
         "request.mamba_blocks[crossed.dest_column]",
         "request.mamba_blocks[crossed.source_column]",
     ),
@@ -125,35 +126,35 @@ MUTANTS = [
         "        ends_inside = end < request.num_tokens and not is_decode\n",
         "        ends_inside = end < request.num_tokens and not is_decode\n"
         "        if self.limits.enable_prefix_caching:\n"
-        "            self.cache.publish_kv(request, min(end, request.num_tokens))\n",
+        "            self.blocks.cache.publish_kv(request, min(end, request.num_tokens))\n",
     ),
     Mutant(
         "published past the stop",
-        SCHEDULER,
+        BLOCKS,
         "num_committed = min(request.num_computed_tokens, self.cache.num_cacheable(request))",
         "num_committed = request.num_computed_tokens",
     ),
     Mutant(
         "first column by the KV group's block size",
-        SCHEDULER,
+        BLOCKS,
         "first_column(hit.num_tokens, self.limits.mamba_block_tokens)",
         "first_column(hit.num_tokens, self.limits.kv_block_tokens)",
     ),
     Mutant(
         "running column freed",
-        SCHEDULER,
+        BLOCKS,
         "if column < first and column != request.running_column:",
         "if column < first:",
     ),
     Mutant(
         "columns for the lowest place only, with a step in flight",
-        SCHEDULER,
+        BLOCKS,
         "slack = outlook.most - n",
         "slack = 0",
     ),
     Mutant(
         "no KV slots for the drafter's own tokens",
-        SCHEDULER,
+        BLOCKS,
         "end = outlook.most + num_tokens + self.limits.num_lookahead_tokens",
         "end = outlook.most + num_tokens",
     ),

@@ -24,7 +24,7 @@ class PublishedMemory:
     def _on_publish(self, pool: BlockPool, block: int, text: Text) -> None:
         tokens = text[1]
         memory = self._truth.memory(tokens)
-        if pool is self._core.scheduler.kv_pool:
+        if pool is self._core.scheduler.blocks.kv_pool:
             self._check_kv(block, len(tokens), memory)
         else:
             self._check_state(block, len(tokens), memory)

@@ -31,12 +31,12 @@ class CacheWatch:
         self._hashes: dict[Text, bytes] = {}
         self._num_noted: dict[Request, int] = {}  # hashes of a request that are in `names`
         self._new_states: set[Text] = set()  # of the row that is booked
-        cache = scheduler.cache
+        blocks, cache = scheduler.blocks, scheduler.blocks.cache
         self._extend_hashes, cache.extend_hashes = cache.extend_hashes, self._noting_extend_hashes
         self._lookup, cache.lookup = cache.lookup, self._checked_lookup
         self._boundaries, cache.boundaries_to_keep = cache.boundaries_to_keep, self._checked_boundaries
-        self._publish, scheduler._publish = scheduler._publish, self._checked_publish
-        for pool in (scheduler.kv_pool, scheduler.mamba_pool):
+        self._publish, blocks.publish = blocks.publish, self._checked_publish
+        for pool in (blocks.kv_pool, blocks.mamba_pool):
             self._watch(pool)
 
     def _watch(self, pool: BlockPool) -> None:
@@ -45,7 +45,7 @@ class CacheWatch:
         def noting(block: int, hash: bytes) -> bool:
             is_new = publish(block, hash)
             if is_new:
-                if pool is self.scheduler.mamba_pool:
+                if pool is self.scheduler.blocks.mamba_pool:
                     self._new_states.add(self.names[hash])
                 self._on_publish(pool, block, self.names[hash])
             return is_new
@@ -73,7 +73,7 @@ class CacheWatch:
 
     def _checked_lookup(self, request: Request) -> Hit:
         hit = self._lookup(request)
-        kv, states = self.cached(self.scheduler.kv_pool), self.cached(self.scheduler.mamba_pool)
+        kv, states = self.cached(self.scheduler.blocks.kv_pool), self.cached(self.scheduler.blocks.mamba_pool)
         salt, tokens, step = request.cache_salt, tuple(request.token_ids), self.scheduler.limits.mamba_block_tokens
         size = self.scheduler.limits.kv_block_tokens
         ends = range(size, self._num_cacheable(request) + 1, size)
@@ -97,7 +97,8 @@ class CacheWatch:
 
     def _checked_publish(self, request: Request, row: ScheduledRow, n: int, num_final: int) -> None:
         """After a row's step all full KV blocks of its committed text are cached, and the states asked for; no more."""
-        limits, salt, tokens = self.scheduler.limits, request.cache_salt, tuple(request.token_ids)
+        limits, blocks = self.scheduler.limits, self.scheduler.blocks
+        salt, tokens = request.cache_salt, tuple(request.token_ids)
         step, end = limits.mamba_block_tokens, min(n + num_final, self._num_cacheable(request))
         self._new_states.clear()
         self._publish(request, row, n, num_final)
@@ -108,6 +109,6 @@ class CacheWatch:
         expected = {(salt, tokens[:m]) for m in crossed if row.is_decode or m in request.boundaries}
         assert self._new_states <= expected, f"{request.request_id} publishes states that nobody asked for"
         for text in expected:
-            assert self.scheduler.mamba_pool.lookup(self._hashes[text]) is not None, f"no state at {len(text[1])}"
+            assert blocks.mamba_pool.lookup(self._hashes[text]) is not None, f"no state at {len(text[1])}"
         for i in range(limits.kv_block_tokens, end + 1, limits.kv_block_tokens):
-            assert self.scheduler.kv_pool.lookup(self._hashes[salt, tokens[:i]]) is not None, f"no KV up to {i}"
+            assert blocks.kv_pool.lookup(self._hashes[salt, tokens[:i]]) is not None, f"no KV up to {i}"

@@ -17,9 +17,11 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mambalign.engine.checkpoint import read_facts
-from mambalign.engine.config import ConfigError, EngineConfig, resolve
+from mambalign.engine.config import EngineConfig
 from mambalign.engine.detokenizer import Detokenizer
 from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
+from mambalign.engine.option import ConfigError
+from mambalign.engine.resolution import resolve
 from mambalign.worker.sampling_params import TokenLogprobs
 
 CORE = "fake_core:FakeCore"

@@ -19,8 +19,8 @@ def check_fresh(scheduler: Scheduler, watch: CacheWatch, requests: list[Request]
 
 def check_tree(scheduler: Scheduler, watch: CacheWatch) -> None:
     """The tree of cached KV prefixes is the one that the cached texts span."""
-    size, cache = scheduler.limits.kv_block_tokens, scheduler.cache
-    texts: dict[Text, bytes] = {watch.names[hash]: hash for hash in scheduler.kv_pool.published().values()}
+    size, cache = scheduler.limits.kv_block_tokens, scheduler.blocks.cache
+    texts: dict[Text, bytes] = {watch.names[hash]: hash for hash in scheduler.blocks.kv_pool.published().values()}
     parents = {hash: texts[salt, tokens[:-size]] for (salt, tokens), hash in texts.items() if len(tokens) > size}
     assert cache._parent == parents, "the tree is not that of the cached texts"
     children: dict[bytes, set[bytes]] = {}

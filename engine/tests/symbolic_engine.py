@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from mambalign.engine.block_pool import BlockPool
 from mambalign.engine.request import Request, RequestStatus
-from mambalign.engine.scheduler import Scheduler, SchedulerLimits
+from mambalign.engine.scheduler import Scheduler
+from mambalign.engine.scheduler_limits import SchedulerLimits
 from mambalign.engine.tests.cache_watch import CacheWatch
 from mambalign.engine.tests.fresh_state import check_fresh
 from mambalign.worker.batch import NewRow, RunnerOutput, ScheduledRow, SchedulerOutput
@@ -111,8 +112,8 @@ class SymbolicEngine:
         self._admitted = -1  # latest request that ran
         self._cache_watch = CacheWatch(self.scheduler)
         self._sealed: dict[str, dict[int, bytes]] = {"kv": {}, "mamba": {}}
-        self._watch(self.scheduler.kv_pool, self.runner.allocated_kv)
-        self._watch(self.scheduler.mamba_pool, self.runner.allocated_state)
+        self._watch(self.scheduler.blocks.kv_pool, self.runner.allocated_kv)
+        self._watch(self.scheduler.blocks.mamba_pool, self.runner.allocated_state)
 
     def _watch(self, pool: BlockPool, allocated: Callable[[int], None]) -> None:
         """Poison every block that is handed out; a cached one may only go when no free one is left."""
@@ -170,7 +171,7 @@ class SymbolicEngine:
         self.scheduler.reset_prefix_cache()
         self.oracle.reset()
         self.scheduler.check()
-        assert self.scheduler.kv_pool.num_cached == self.scheduler.mamba_pool.num_cached == 0
+        assert self.scheduler.blocks.kv_pool.num_cached == self.scheduler.blocks.mamba_pool.num_cached == 0
 
     def _append_token(self, request: Request, token_id: int) -> bool:
         request.append(token_id)
@@ -231,8 +232,8 @@ class SymbolicEngine:
             request = scheduler.requests[row.request_id]
             assert request.status is RequestStatus.RUNNING
             assert row.kv_blocks == request.kv_blocks and row.mamba_blocks == request.mamba_blocks
-            assert all(map(scheduler.kv_pool.is_held, row.kv_blocks))
-            assert all(map(scheduler.mamba_pool.is_held, row.mamba_blocks.values()))
+            assert all(map(scheduler.blocks.kv_pool.is_held, row.kv_blocks))
+            assert all(map(scheduler.blocks.mamba_pool.is_held, row.mamba_blocks.values()))
             assert len(request.in_flight) == 1 or not (row.is_decode and request.params.needs_history)
             self._check_chunks(row, request)
             if row.is_decode and not limits.schedules_ahead:  # all accepted, and the model's own token, still fit
@@ -282,7 +283,7 @@ class SymbolicEngine:
                 index = self.runner.batch.row_of[row.request_id]
                 assert request.running_column == self.runner.batch.mamba_state_idx[index]
         if self.limits.chunk_tokens is not None:
-            published = self.scheduler.kv_pool.published()
+            published = self.scheduler.blocks.kv_pool.published()
             of_reply = request.kv_blocks[request.num_prompt_tokens // self.limits.kv_block_tokens :]
             assert not any(block in published for block in of_reply), "KV of a reply is cached"
         if self.limits.enable_prefix_caching:
@@ -291,8 +292,8 @@ class SymbolicEngine:
     def _seal(self) -> None:
         """Hold what was published in this step against the prefix that its hash stands for."""
         for pool, seal in (
-            (self.scheduler.kv_pool, self.runner.seal_kv),
-            (self.scheduler.mamba_pool, self.runner.seal_state),
+            (self.scheduler.blocks.kv_pool, self.runner.seal_kv),
+            (self.scheduler.blocks.mamba_pool, self.runner.seal_state),
         ):
             sealed = self._sealed[pool.name]
             for block, hash in pool.published().items():
@@ -307,10 +308,10 @@ class SymbolicEngine:
         """Everything ended once, gave everything back, and says what it would have said alone."""
         scheduler = self.scheduler
         assert not scheduler.requests and not scheduler.running and not scheduler.waiting and not self._launched
-        scheduler.kv_pool.check({})
-        scheduler.mamba_pool.check({})
-        assert scheduler.kv_pool.num_free == scheduler.kv_pool.num_usable
-        assert scheduler.mamba_pool.num_free == scheduler.mamba_pool.num_usable
+        scheduler.blocks.kv_pool.check({})
+        scheduler.blocks.mamba_pool.check({})
+        assert scheduler.blocks.kv_pool.num_free == scheduler.blocks.kv_pool.num_usable
+        assert scheduler.blocks.mamba_pool.num_free == scheduler.blocks.mamba_pool.num_usable
         self.runner.check_sealed()
         for request in self.requests:
             assert self.endings[request.request_id] == 1, f"{request.request_id}: {self.endings} endings"

@@ -16,7 +16,8 @@ import pytest
 from server_process import ServerProcess, call
 
 from mambalign.engine.api_keys import ApiKeys
-from mambalign.engine.config import ConfigError, ServerConfig
+from mambalign.engine.config import ServerConfig
+from mambalign.engine.option import ConfigError
 
 
 def test_keys_from_every_place(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import pytest
 from fake_core import CORE, CRASH, DIE, ERROR, SLOW
 
 from mambalign.engine.client import EngineClient, EngineDeadError, EngineError, RequestError
-from mambalign.engine.config import ConfigError, EngineConfig
+from mambalign.engine.config import EngineConfig
 from mambalign.engine.messages import EngineOutput
+from mambalign.engine.option import ConfigError
 from mambalign.worker.sampling_params import SamplingParams
 
 PROMPT = [100, 101, 102]

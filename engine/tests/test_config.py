@@ -6,18 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mambalign.engine.checkpoint import locate, read_facts
+from mambalign.engine.checkpoint import CheckpointFacts, locate, read_facts
 from mambalign.engine.cli import make_parser, parse
-from mambalign.engine.config import (
-    CheckpointFacts,
-    ConfigError,
-    EngineConfig,
-    ServerConfig,
-    check_chunks,
-    check_values,
-    parse_bytes,
-    resolve,
-)
+from mambalign.engine.config import EngineConfig, ServerConfig
+from mambalign.engine.option import ConfigError, check_values, parse_bytes
+from mambalign.engine.resolution import check_chunks, resolve
 
 FACTS = CheckpointFacts(
     name="tiny",

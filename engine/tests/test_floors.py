@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = {"kernels": {"kernels"}, "worker": {"kernels", "worker"}, "engine": {"kernels", "worker", "engine"}}
 # Modules of the engine that may import torch; the rest start fast, or are pure logic.
-WITH_TORCH = {"engine/core.py", "engine/reference.py"}
+WITH_TORCH = {"engine/core.py", "engine/engine_plan.py", "engine/reference.py"}
 
 
 def sources(folder: str) -> list[Path]:

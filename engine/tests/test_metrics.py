@@ -77,7 +77,7 @@ def test_misses_by_cause_and_blocks_by_state() -> None:
     ask(text, "disabled", prompt_logprobs=0)
     blocks = llm.core.stats().mamba_cache_blocks
     assert blocks["held"] == 0 and blocks["cached"] >= 3
-    assert sum(blocks.values()) == llm.core.scheduler.mamba_pool.num_usable
+    assert sum(blocks.values()) == llm.core.scheduler.blocks.mamba_pool.num_usable
     llm.generate([[start + i for i in range(250)] for start in range(500, 550)], params)
     misses = dict(llm.core.stats().prefix_cache_misses)
     assert llm.core.stats().kv_cache_blocks["free"] < 32

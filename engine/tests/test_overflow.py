@@ -127,7 +127,7 @@ def test_what_an_aborted_prompt_has_left_goes_with_the_first_that_fails_on_it(co
         assert_fails(outputs)
         num_cached.append(outputs[-1].num_cached_tokens)
     assert num_cached == [6 * BLOCK, 0]
-    assert core.scheduler.kv_pool.num_cached == core.scheduler.mamba_pool.num_cached == 0
+    assert core.scheduler.blocks.kv_pool.num_cached == core.scheduler.blocks.mamba_pool.num_cached == 0
 
 
 def test_a_drafter_that_overflows_costs_its_drafts(tmp_path: Path) -> None:

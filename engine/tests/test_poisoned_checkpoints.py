@@ -14,7 +14,7 @@ from server_process import serve_command
 
 from mambalign.engine import LLM
 from mambalign.engine.checkpoint import DEFAULT_MODEL
-from mambalign.engine.config import ConfigError
+from mambalign.engine.option import ConfigError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mambalign.engine.request import Request, RequestStatus
-from mambalign.engine.scheduler import SchedulerLimits
+from mambalign.engine.scheduler_limits import SchedulerLimits
 from mambalign.engine.tests.symbolic_engine import VOCAB_SIZE, SymbolicEngine
 from mambalign.worker.mamba_columns import cdiv
 from mambalign.worker.sampling_params import SamplingParams
@@ -120,8 +120,8 @@ def test_caching_off_finds_and_leaves_nothing() -> None:
     engine = make_engine(enable_prefix_caching=False)
     for _ in range(2):
         assert engine.generate(prompt(20), 10).num_cached_tokens == 0
-    scheduler = engine.scheduler
-    assert scheduler.kv_pool.num_cached == scheduler.mamba_pool.num_cached == scheduler.counters.prefix_queries == 0
+    blocks, counters = engine.scheduler.blocks, engine.scheduler.counters
+    assert blocks.kv_pool.num_cached == blocks.mamba_pool.num_cached == counters.prefix_queries == 0
     engine.check_idle()
 
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from mambalign.engine.scheduler import SchedulerLimits
+from mambalign.engine.scheduler_limits import SchedulerLimits
 from mambalign.engine.tests.symbolic_engine import VOCAB_SIZE, SymbolicEngine
 from mambalign.worker.mamba_columns import cdiv
 from mambalign.worker.tests.symbolic_runner import DraftPlan

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mambalign.engine import LLM, SamplingParams
-from mambalign.engine.core import EngineCore
+from mambalign.engine.engine_plan import EnginePlan
 from mambalign.worker.step_graphs import graph_sizes
 
 PROMPTS = [
@@ -32,8 +32,8 @@ def test_padded_steps_give_the_same_bits(
 ) -> None:
     options = dict(runner=runner, spec_tokens=spec_tokens, spec_method=method, mamba_conv_layout=layout)
     want, _ = generate(**options)
-    limits = EngineCore._runner_limits
-    monkeypatch.setattr(EngineCore, "_runner_limits", lambda core, n: replace(limits(core, n), step_graphs=True))
+    limits = EnginePlan._runner_limits
+    monkeypatch.setattr(EnginePlan, "_runner_limits", lambda plan, n: replace(limits(plan, n), step_graphs=True))
     got, llm = generate(**options)
     assert got == want
     graphs = llm.core.runner.step.graphs
@@ -73,8 +73,8 @@ def test_prompts_in_graphs_have_the_bits_of_prompts_without(
     monkeypatch: pytest.MonkeyPatch, options: dict, layout: str
 ) -> None:
     want, _ = serve_one_by_one(mamba_conv_layout=layout, **options)
-    limits = EngineCore._runner_limits
-    monkeypatch.setattr(EngineCore, "_runner_limits", lambda core, n: replace(limits(core, n), step_graphs=True))
+    limits = EnginePlan._runner_limits
+    monkeypatch.setattr(EnginePlan, "_runner_limits", lambda plan, n: replace(limits(plan, n), step_graphs=True))
     got, llm = serve_one_by_one(mamba_conv_layout=layout, **options)
     assert got == want
     stats, graphs = llm.core.stats(), llm.core.runner.step.graphs
@@ -85,8 +85,8 @@ def test_prompts_in_graphs_have_the_bits_of_prompts_without(
 
 
 def test_no_graph_is_for_prompts_beside_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = EngineCore._runner_limits
-    monkeypatch.setattr(EngineCore, "_runner_limits", lambda core, n: replace(limits(core, n), step_graphs=True))
+    limits = EnginePlan._runner_limits
+    monkeypatch.setattr(EnginePlan, "_runner_limits", lambda plan, n: replace(limits(plan, n), step_graphs=True))
     llm = LLM(max_num_seqs=2, spec_tokens=0, cache_memory="48MiB", max_model_len=512)
     llm.generate(PROMPTS[:2], SamplingParams(max_tokens=1, temperature=0.0))
     assert llm.core.runner.step.graphs.num_steps == 0

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from mambalign.engine.scheduler import SchedulerLimits
+from mambalign.engine.scheduler_limits import SchedulerLimits
 from mambalign.engine.tests.symbolic_engine import SymbolicEngine
 from mambalign.worker.mamba_columns import PostcopyInfo, PrecopyInfo
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from mambalign.engine import LLM
-from mambalign.engine.config import ConfigError
+from mambalign.engine.option import ConfigError
 from mambalign.worker.models.loader import CheckpointError
 from mambalign.worker.models.registry import FAMILIES, load_model
 from mambalign.worker.tests.served import check_alone, check_bfloat16, check_served, count_parameters, write_checkpoint
