@@ -22,15 +22,8 @@ from functools import partial
 import torch
 
 from mambalign.kernels.activation import ACTIVATIONS
-from mambalign.kernels.linear_triton import (
-    WORD_BYTES,
-    Tiles,
-    linear_on_gpu,
-    merge_segments,
-    segment_sums,
-    segments_of,
-    tiles_for,
-)
+from mambalign.kernels.linear_tiles import Tiles, segments_of, tiles_for
+from mambalign.kernels.linear_triton import WORD_BYTES, linear_on_gpu, merge_segments, segment_sums
 from mambalign.kernels.rms_norm import norm_adds_segments
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,10 @@ from device_times import compile_all, graph_times
 from machine_rates import copy_rate
 
 from mambalign.kernels import linear as library
-from mambalign.kernels import linear_triton
+from mambalign.kernels import linear_tiles
 from mambalign.kernels.linear import check_linear_invariance, linear, linear_for_sum
-from mambalign.kernels.linear_triton import Tiles, kind_of, linear_on_gpu
+from mambalign.kernels.linear_tiles import Tiles, kind_of
+from mambalign.kernels.linear_triton import linear_on_gpu
 from mambalign.kernels.rms_norm import add_rms_norm
 from mambalign.kernels.silu_mul import silu_mul
 
@@ -94,7 +95,7 @@ def try_tiles(chain: Chain, replays: int) -> list[dict]:
         by_kind.setdefault(kind_of(*weight.shape), []).append(weight)
     known, results = dict(library._library_rows), []
     for rows, (kind, weights) in product(TABLE_ROWS, by_kind.items()):
-        table = linear_triton._TILES[2, kind]
+        table = linear_tiles._TILES[2, kind]
         place, before = [most for most, _ in table].index(rows), list(table)
         own = before[place][1]
         tiles = list(dict.fromkeys([own, *(each._replace(split=own.split) for each in candidates(rows))]))

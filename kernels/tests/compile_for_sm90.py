@@ -37,15 +37,8 @@ from mambalign.kernels import (
     slot_rows,
     verify_drafts,
 )
-from mambalign.kernels.linear_triton import (
-    GROUP_M,
-    MERGE_BLOCK,
-    WORD_BYTES,
-    linear_kernel,
-    merge_segments_kernel,
-    segments_of,
-    tiles_for,
-)
+from mambalign.kernels.linear_tiles import segments_of, tiles_for
+from mambalign.kernels.linear_triton import GROUP_M, MERGE_BLOCK, WORD_BYTES, linear_kernel, merge_segments_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

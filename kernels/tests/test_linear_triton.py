@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from mambalign.kernels.activation import relu2
-from mambalign.kernels.linear_triton import Tiles, linear_on_gpu, merge_segments, segment_sums, segments_of, tiles_for
+from mambalign.kernels.linear_tiles import Tiles, segments_of, tiles_for
+from mambalign.kernels.linear_triton import linear_on_gpu, merge_segments, segment_sums
 from mambalign.kernels.tolerances import tolerance
 
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
