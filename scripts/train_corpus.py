@@ -188,10 +188,12 @@ def prepare(folder: Path, seed: int, limit: int | None = None) -> None:
     """Collects, tokenises and writes the streams to `folder`; an existing tokenizer.json there is kept."""
     folder.mkdir(parents=True, exist_ok=True)
     files, licences = collect(seed, limit)
+    held_out = [f for f in files if f.held_out]
+    if not held_out:
+        sys.exit(f"--max-files {limit}: none of {len(files)} files is held out to evaluate by; take more")
     if not (folder / "tokenizer.json").exists():
         train_tokenizer(files).save(str(folder / "tokenizer.json"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    held_out = [f for f in files if f.held_out]
     np.save(folder / "held_out.npy", encode(tokenizer, [f.text for f in held_out]))
     np.save(folder / "train.npy", encode(tokenizer, [f.text for f in files if not f.held_out]))
     about = {
