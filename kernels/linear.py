@@ -36,7 +36,7 @@ MAX_ROWS = 512  # most rows of one call to the library; more rows are run in pie
 LIBRARY_ROWS = (96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)  # row counts at which a GPU's library may serve
 MOST_OWN_ROWS = 128  # of segments side by side, that the kernel adds up as fast as the library
 MAX_SQUARED_ROWS = 256  # of the library; past them the kernel, which squares as it stores, is faster
-MAX_LIBRARY_ELEMENTS = 1 << 28  # of a result that the check computes twice
+MAX_LIBRARY_BYTES = 1 << 29  # of a result that the check computes three times
 WIDEST_NORM = 8192  # no stream of hidden states is wider
 USE_LIBRARY = os.environ.get("MAMBALIGN_LINEAR_LIBRARY", "1") == "1"  # its ablation: the kernel for every row count
 
@@ -194,7 +194,7 @@ def _equal_library_rows(k: int, n: int, dtype: torch.dtype, out_dtype: torch.dty
     equal, (num_segments, length) = set(), segments_of(k, n)
     if dtype == torch.float32 or num_segments * length != k:
         return equal
-    counts = [count for count in LIBRARY_ROWS if count * n <= MAX_LIBRARY_ELEMENTS]
+    counts = [count for count in LIBRARY_ROWS if count * n * out_dtype.itemsize <= MAX_LIBRARY_BYTES]
     if num_segments > 1:
         counts = [count for count in counts if count > MOST_OWN_ROWS and tiles_for(count, k, n, dtype).split]
     if not counts:

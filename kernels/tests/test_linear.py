@@ -142,7 +142,7 @@ def test_the_library_serves_where_its_bits_are_the_kernels(monkeypatch: pytest.M
 
     monkeypatch.setattr(module, "linear_on_gpu", kernel)
     monkeypatch.setattr(module, "_replayed", lambda run: run() + (len(run()) == 192))
-    monkeypatch.setattr(module, "MAX_LIBRARY_ELEMENTS", 4096 * 16)
+    monkeypatch.setattr(module, "MAX_LIBRARY_BYTES", 4096 * 16 * 2)
     weight, bias = torch.randn(8, 16).bfloat16(), torch.randn(16).bfloat16()
     shape, cpu = (8, 16), torch.device("cpu")
     assert module._equal_library_rows(*shape, torch.bfloat16, torch.bfloat16, cpu) == {
