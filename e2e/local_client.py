@@ -12,9 +12,9 @@ from cells import default_model
 
 from mambalign.engine import LLM
 from mambalign.engine.block_pool import BlockPool
-from mambalign.engine.client import RequestFactory
 from mambalign.engine.core import EngineCore
 from mambalign.engine.messages import EngineOutput, EngineStats
+from mambalign.engine.request_factory import RequestFactory
 from mambalign.worker.models.hybrid import HybridModel
 
 

@@ -1,19 +1,17 @@
-"""How to talk to an engine: `EngineClient` to one in its own process, `LocalClient` to one in this.
+"""How to talk to an engine in a process of its own.
 
-Owns the engine process, request ids, and the splitting of n choices into n engine requests. Knows nothing of
-HTTP. Every request that is taken in gets exactly one ending: an output with a finish reason, or an error below.
+Owns the process and what it is asked. Knows nothing of HTTP. Every request that is taken in gets exactly one ending: an
+output with a finish reason, or an error.
 """
 
 import asyncio
 import contextlib
 import itertools
 import os
-import random
 import shutil
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,84 +37,17 @@ from mambalign.engine.core_process import (
     Stop,
     ToEngine,
 )
+from mambalign.engine.errors import EngineDeadError, EngineError, EngineStalledError, RequestError
 from mambalign.engine.mailbox import Mailbox
 from mambalign.engine.messages import EngineOutput, EngineRequest, EngineStats
 from mambalign.engine.option import ConfigError
-from mambalign.worker.sampling_params import SamplingParams
+from mambalign.engine.request_factory import RequestFactory
 
 STOP_SECONDS = 5.0  # how long the engine process may take to leave once told to
 # Threads that wait for one another sleep instead of spinning: on shared cores (a server's clients, a laptop's other
 # programs) spinning made steps up to 30 times slower. Read by OpenMP when torch is first imported.
 OPENMP_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE"}
 LAST_WORDS_SECONDS = 0.1  # how long after its end its last messages may take to be read
-
-
-class EngineError(RuntimeError):
-    """The engine failed while it ran a request; the request has ended."""
-
-
-class EngineDeadError(EngineError):
-    """The engine process is gone, or was never there; nothing can run any more."""
-
-
-class EngineStalledError(EngineDeadError):
-    """The engine process shows no sign of life. It may go on later, without the requests that ran."""
-
-
-class RequestError(ValueError):
-    """A request that can never run. The text names the field and the limit."""
-
-
-class RequestFactory:
-    """Makes engine requests: unique ids, a seed for who brings none, one request per choice."""
-
-    def __init__(self, seed: int):
-        self._seeds = random.Random(seed)
-        self._ids = itertools.count()
-
-    def split(self, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str = "") -> list[EngineRequest]:
-        """`params.n` requests, choices 0 to n-1, with one seed: (seed, choice, position) gives the noise."""
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        name, now = f"request-{next(self._ids)}", time.time()
-        single = msgspec.structs.replace(params, seed=seed, n=1)
-        return [
-            EngineRequest(f"{name}-{choice}", prompt_token_ids, single, choice, now, cache_salt)
-            for choice in range(params.n)
-        ]
-
-
-class LocalClient:
-    """Runs requests on a core in this process, one caller at a time."""
-
-    def __init__(self, core: Any):
-        self.core = core
-
-    def generate(self, requests: Sequence[EngineRequest]) -> Iterator[EngineOutput]:
-        """Run all to their end, outputs as they come. Raises RequestError (before the first step), EngineError.
-
-        A caller that leaves early (break, Ctrl-C) aborts the rest.
-        """
-        live: set[str] = set()
-        try:
-            for request in requests:
-                try:
-                    self.core.add_request(request)
-                except ValueError as error:
-                    raise RequestError(str(error)) from error
-                live.add(request.request_id)
-            while live:
-                for output in self.core.step():
-                    if output.finish_reason:
-                        live.discard(output.request_id)
-                    if output.finish_reason == "error":
-                        raise EngineError(output.error or "the engine failed")
-                    yield output
-        except (RequestError, EngineError, GeneratorExit, KeyboardInterrupt):
-            for request_id in live:
-                self.core.abort(request_id)
-            while live and self.core.has_work():
-                live.difference_update(o.request_id for o in self.core.step() if o.finish_reason)
-            raise
 
 
 class EngineClient:

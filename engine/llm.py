@@ -11,10 +11,12 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from mambalign.engine.checkpoint import load_chat_template
-from mambalign.engine.client import OPENMP_SETTINGS, LocalClient, RequestFactory
+from mambalign.engine.client import OPENMP_SETTINGS
 from mambalign.engine.config import EngineConfig
+from mambalign.engine.local_client import LocalClient
 from mambalign.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
 from mambalign.engine.prompt_template import PromptTemplate
+from mambalign.engine.request_factory import RequestFactory
 from mambalign.worker.sampling_params import SamplingParams
 
 Prompt = str | list[int]

@@ -27,7 +27,7 @@ import msgspec
 import oracle
 
 from mambalign.engine import LLM
-from mambalign.engine.client import LocalClient
+from mambalign.engine.local_client import LocalClient
 from mambalign.engine.messages import EngineRequest
 from mambalign.engine.reference import Generation
 from mambalign.worker.models.registry import load_model

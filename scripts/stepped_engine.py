@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mambalign.engine import SamplingParams
-from mambalign.engine.client import RequestFactory
 from mambalign.engine.messages import EngineOutput, EngineRequest
+from mambalign.engine.request_factory import RequestFactory
 
 FIRST_TOKEN = 4  # ids below it are special in the models that are measured
 

@@ -5,7 +5,7 @@ import logging
 import msgspec
 from aiohttp import web
 
-from mambalign.engine.client import EngineDeadError, EngineError, RequestError
+from mambalign.engine.errors import EngineDeadError, EngineError, RequestError
 
 log = logging.getLogger("mambalign.server")
 

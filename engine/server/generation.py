@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from mambalign.engine.client import EngineError
+from mambalign.engine.errors import EngineError
 from mambalign.engine.messages import EngineOutput, TokenLogprobs
 from mambalign.engine.server.errors import ApiError, value_error
 from mambalign.engine.server.state import EndedChoice, ServerState

@@ -16,9 +16,10 @@ from aiohttp.log import server_logger
 
 from mambalign.engine.api_keys import ApiKeys
 from mambalign.engine.checkpoint import CheckpointFacts, load_tokenizer
-from mambalign.engine.client import EngineClient, EngineError
+from mambalign.engine.client import EngineClient
 from mambalign.engine.config import EngineConfig, ServerConfig
 from mambalign.engine.core_process import DEFAULT_CORE, LOG_FORMAT, Ready
+from mambalign.engine.errors import EngineError
 from mambalign.engine.option import ConfigError
 from mambalign.engine.output import output_that_never_blocks
 from mambalign.engine.server.access import AccessLog, make_access_logger

@@ -11,9 +11,10 @@ import msgspec
 from aiohttp import web
 
 from mambalign.engine.api_keys import ApiKeys
-from mambalign.engine.client import EngineClient, EngineError
+from mambalign.engine.client import EngineClient
 from mambalign.engine.config import ServerConfig
 from mambalign.engine.core_process import Ready
+from mambalign.engine.errors import EngineError
 from mambalign.engine.server.chat_template import ChatTemplate, RenderedChat, TemplateOptions
 from mambalign.engine.server.errors import ApiError, unavailable
 from mambalign.engine.server.metrics import Metrics

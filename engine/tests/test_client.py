@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from fake_core import CORE, CRASH, DIE, ERROR, SLOW
 
-from mambalign.engine.client import EngineClient, EngineDeadError, EngineError, RequestError
+from mambalign.engine.client import EngineClient
 from mambalign.engine.config import EngineConfig
+from mambalign.engine.errors import EngineDeadError, EngineError, RequestError
 from mambalign.engine.messages import EngineOutput
 from mambalign.engine.option import ConfigError
 from mambalign.worker.sampling_params import SamplingParams
@@ -137,7 +138,7 @@ async def test_engine_process_follows_its_parent(fake_model: Path) -> None:
 
 
 def test_split_gives_one_seed_to_all_choices() -> None:
-    from mambalign.engine.client import RequestFactory
+    from mambalign.engine.request_factory import RequestFactory
 
     first = RequestFactory(0).split(PROMPT, SamplingParams(n=3))
     again = RequestFactory(0).split(PROMPT, SamplingParams(n=3))

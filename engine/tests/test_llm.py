@@ -9,8 +9,10 @@ import pytest
 from fake_core import CRASH, ERROR, FakeCore
 
 from mambalign.engine import LLM, ConfigError, SamplingParams
-from mambalign.engine.client import EngineError, LocalClient, RequestFactory
 from mambalign.engine.config import EngineConfig
+from mambalign.engine.errors import EngineError
+from mambalign.engine.local_client import LocalClient
+from mambalign.engine.request_factory import RequestFactory
 
 
 @pytest.fixture
