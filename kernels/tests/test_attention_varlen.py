@@ -257,7 +257,13 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
 
 
 SMALL = [Shape(4, 2, 16, 4), Shape(6, 2, 10, 7), Shape(3, 1, 33, 16)]
-GPU_SHAPES = [Shape(32, 8, 128, 16), Shape(4, 2, 64, 16), Shape(5, 1, 128, 256), Shape(16, 4, 256, 16)]
+GPU_SHAPES = [
+    Shape(32, 8, 128, 16),
+    Shape(6, 2, 10, 16),
+    Shape(4, 2, 64, 16),
+    Shape(5, 1, 128, 256),
+    Shape(16, 4, 256, 16),
+]
 TILES = {} if ON_GPU else {"split_tokens": 32, "tiles": attention_triton.Tiles(16, 16, 4, 1)}
 DTYPES = [torch.float32, torch.bfloat16 if ON_GPU else torch.float16]  # the interpreter multiplies bf16 as integers
 
