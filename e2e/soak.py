@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import statistics
 import sys
 import time
@@ -230,6 +231,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its server ends with it
     result = soak(args.minutes, args.seed)
     for name, count in result["counts"].items():
         print(f"{name:>16} {count:>9,}")
