@@ -11,7 +11,7 @@ import torch
 
 from mambalign.engine.capacity import PoolPlan, describe_pools, plan_pools
 from mambalign.engine.checkpoint import CheckpointFacts
-from mambalign.engine.config import EngineConfig
+from mambalign.engine.config import CacheConfig, EngineConfig
 from mambalign.engine.option import ConfigError
 from mambalign.engine.resolution import check_chunks
 from mambalign.engine.scheduler_limits import SchedulerLimits
@@ -76,6 +76,9 @@ class EnginePlan:
         self._attention_specs = parsed.attention_specs(dtype, with_drafter=self._drafts_by_mtp)
         self._state_specs = parsed.state_specs(dtype, state_dtype, with_drafter=self._drafts_by_mtp)
         self._conv_width = parsed.conv_width
+        cache = self.config.cache
+        if not self._has_temporal_states and cache.mamba_ssm_cache_dtype != CacheConfig.mamba_ssm_cache_dtype:
+            raise ConfigError(f"--mamba-ssm-cache-dtype: {self.facts.name} has no temporal states; leave it out")
 
     def _check_chunks(self, model: HybridModel) -> None:
         state_dtype = getattr(torch, self.config.cache.mamba_ssm_cache_dtype)
@@ -179,6 +182,10 @@ class EnginePlan:
         )
 
     @property
+    def _has_temporal_states(self) -> bool:
+        return any(spec.kind == "temporal" for spec in self._state_specs)
+
+    @property
     def _num_lookahead_tokens(self) -> int:
         """KV slots past a step's tokens that the MTP drafter writes."""
         return max(1, self._num_spec_tokens) if self._drafts_by_mtp else 0
@@ -213,7 +220,7 @@ class EnginePlan:
         model, cache, spec = self.config.model, self.config.cache, self.config.spec
         drafts = f"{spec.spec_tokens} a step by {spec.spec_method}" if spec.spec_tokens else "none"
         states = f"conv states {cache.mamba_conv_layout}"
-        if any(each.kind == "temporal" for each in self._state_specs):
+        if self._has_temporal_states:
             scan = self.config.runner.prefill_scan
             states += f", temporal states {cache.mamba_ssm_cache_dtype}, prompts scanned {scan}"
         lines = [

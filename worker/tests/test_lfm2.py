@@ -115,12 +115,14 @@ def test_served(folder: Path, oracle: PreTrainedModel) -> None:
     check_served(folder, oracle)
 
 
-def test_nothing_is_said_of_a_scan_and_one_by_chunks_is_refused(folder: Path) -> None:
+def test_options_of_a_scan_are_refused_and_nothing_is_said_of_one(folder: Path) -> None:
     options = dict(device="cpu", cache_memory=64 << 20)
     with LLM(str(folder), **options) as llm:
         assert llm.core.plan[1] == "runner: v2, conv states SD"
     with pytest.raises(ConfigError, match="--prefill-scan chunked: no layer of this model has a scan"):
         LLM(str(folder), **options, prefill_scan="chunked")
+    with pytest.raises(ConfigError, match=r"--mamba-ssm-cache-dtype: .* has no temporal states"):
+        LLM(str(folder), **options, mamba_ssm_cache_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
