@@ -4,7 +4,7 @@ Names, shapes and formulas follow transformers' `Lfm2ForCausalLM`. No layer has 
 text, beside keys and values, is the window of each conv.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,6 +16,7 @@ from mambalign.worker.models.gated_mlp import GatedMLP
 from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.layers import Attention, ForwardContext, RMSNorm
 from mambalign.worker.models.loader import CheckpointError, Weights
+from mambalign.worker.models.published_config import layer_kinds, published_fields
 from mambalign.worker.models.residual import ResidualBlock, run_blocks
 from mambalign.worker.models.rotary import Rotary, RotaryConfig
 from mambalign.worker.models.short_conv import GatedShortConv
@@ -79,11 +80,7 @@ class Lfm2Config:
         """Read a published config.json. Raises CheckpointError for what cannot be served, naming the field."""
         older = ((name, config.get(old)) for old, name in cls.OLDER_NAMES.items())
         config = config | {name: value for name, value in older if value is not None}
-        names, eos = {f.name for f in fields(cls)}, config.get("eos_token_id")
-        given = {name: value for name, value in config.items() if name in names and value is not None}
-        given["layer_types"] = _layer_types(config)
-        if eos is not None:
-            given["eos_token_id"] = tuple(eos) if isinstance(eos, list) else (eos,)
+        given = published_fields(cls, config) | {"layer_types": _layer_types(config)}
         try:
             hidden, heads = (given.get(name, getattr(cls, name)) for name in ("hidden_size", "num_attention_heads"))
             head_dim = given.setdefault("head_dim", hidden // heads)
@@ -105,13 +102,11 @@ def _layer_types(config: dict[str, Any]) -> tuple[str, ...]:
         if any(i not in range(count) for i in attention or ()):
             raise CheckpointError(f"config.json: full_attn_idxs = {attention} of {count} layers")
         kinds = [ATTENTION if attention is None or i in attention else CONV for i in range(count)]
-    unknown = sorted({str(kind) for kind in kinds} - {CONV, ATTENTION})
-    if unknown:
-        raise CheckpointError(f"config.json: layer_types with {', '.join(unknown)}; served: {CONV}, {ATTENTION}")
+    kinds = layer_kinds(kinds, (CONV, ATTENTION))
     for kind in (CONV, ATTENTION):
         if kind not in kinds:
             raise CheckpointError(f"config.json: no layer of {kind} among {len(kinds)}; hybrid models are served")
-    return tuple(kinds)
+    return kinds
 
 
 class NormThenRotary:

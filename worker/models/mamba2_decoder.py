@@ -6,7 +6,7 @@ the embedding, and the factor of the logits into the final norm, whose weight is
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,6 +16,7 @@ from mambalign.worker.models.gated_mlp import GatedMLP
 from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.layers import ForwardContext, RMSNorm
 from mambalign.worker.models.loader import CheckpointError, Weights
+from mambalign.worker.models.published_config import published_fields
 from mambalign.worker.models.residual import ResidualBlock, run_blocks
 from mambalign.worker.models.rotary import RotaryConfig
 from mambalign.worker.state_cache import AttentionSpec, StateSpec
@@ -62,11 +63,7 @@ class Mamba2DecoderConfig:
         limit = [_number(value) for value in config.get("time_step_limit") or (0.0, math.inf)]
         if limit != [0.0, math.inf]:
             raise CheckpointError(f"config.json: time_step_limit = {limit}; served: [0.0, inf]")
-        names = {f.name for f in fields(cls)}
-        given = {name: value for name, value in config.items() if name in names and value is not None}
-        eos = config.get("eos_token_id")
-        if eos is not None:
-            derived["eos_token_id"] = tuple(eos) if isinstance(eos, list) else (eos,)
+        given = published_fields(cls, config)
         try:
             heads = config.get("num_attention_heads", cls.num_attention_heads)
             given["num_key_value_heads"] = config.get("num_key_value_heads", cls.num_key_value_heads) or heads

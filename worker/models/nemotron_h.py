@@ -5,7 +5,7 @@ Names, shapes and order of operations follow transformers' `NemotronHForCausalLM
 checkpoints (`mtp.layers.*`). The layer pattern comes as letters ("M-M*E") or as a list of names, old or new.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from mambalign.worker.models.layers import MLP, Attention, ForwardContext, Linea
 from mambalign.worker.models.loader import CheckpointError, Weights
 from mambalign.worker.models.moe import Experts, MoE, Router, stack_experts
 from mambalign.worker.models.mtp_head import MtpHead
+from mambalign.worker.models.published_config import check_values, published_fields
 from mambalign.worker.models.residual import ResidualBlock, run_blocks
 from mambalign.worker.state_cache import AttentionSpec, StateSpec
 
@@ -41,6 +42,14 @@ OLD_NAMES = {  # fields of earlier configurations, under the names that they hav
     "mamba_n_groups": "n_groups",
     "norm_eps": "layer_norm_epsilon",
     "num_local_experts": "n_routed_experts",
+}
+SERVED = {  # values of fields that must be one of these
+    "mamba_hidden_act": ("silu", "swish"),
+    "mlp_hidden_act": tuple(ACTIVATIONS),
+    "attention_bias": (False,),
+    "sliding_window": (None,),
+    "n_shared_experts": (1,),
+    "mamba_proj_bias": (False,),
 }
 
 
@@ -128,32 +137,14 @@ class NemotronHConfig:
         """Read a published config.json. Raises CheckpointError for what cannot be served, naming the field."""
         config = {name: value for name, value in config.items() if value is not None}
         config = {OLD_NAMES[name]: config[name] for name in OLD_NAMES if name in config} | config
-        for field, served in {
-            "mamba_hidden_act": ("silu", "swish"),
-            "mlp_hidden_act": tuple(ACTIVATIONS),
-            "attention_bias": (False,),
-            "sliding_window": (None,),
-            "n_shared_experts": (1,),
-            "mamba_proj_bias": (False,),
-        }.items():
-            if field in config and config[field] not in served:
-                raise CheckpointError(
-                    f"config.json: {field} = {config[field]!r}; served: {', '.join(map(str, served))}"
-                )
-        eos = config.get("eos_token_id")
-        derived = {
-            "layers": _layers(config, "hybrid_override_pattern", "layers_block_type"),
-            "mtp_layers": (),
-            "eos_token_id": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        }
+        check_values(config, SERVED)
+        derived = {"layers": _layers(config, "hybrid_override_pattern", "layers_block_type"), "mtp_layers": ()}
         if config.get("num_nextn_predict_layers"):
             pattern, names = "mtp_hybrid_override_pattern", "mtp_layers_block_type"
             given = config if config.get(pattern) or config.get(names) else {names: MTP_DEFAULT}
             derived["mtp_layers"] = _layers(given, pattern, names)
-        names = {f.name for f in fields(cls)}
-        given = {name: value for name, value in config.items() if name in names}
         try:
-            parsed = cls(**{**given, **derived})
+            parsed = cls(**{**published_fields(cls, config), **derived})
         except TypeError as error:
             raise CheckpointError(f"config.json: {error}") from error
         if MAMBA in parsed.mtp_layers:

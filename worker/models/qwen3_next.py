@@ -4,7 +4,7 @@ Names, shapes and order of operations follow transformers' `Qwen3NextForCausalLM
 checkpoints (`mtp.*`): fc over the norms of embedding and hidden state, a layer with attention, a final norm.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from mambalign.worker.models.layers import ForwardContext, Linear, ZeroCentredRM
 from mambalign.worker.models.loader import CheckpointError, Weights
 from mambalign.worker.models.moe import Experts, MoE, Router, stack_experts, take_stacked_experts
 from mambalign.worker.models.mtp_head import MtpHead
+from mambalign.worker.models.published_config import check_values, layer_kinds, published_fields
 from mambalign.worker.models.residual import ResidualBlock, run_blocks
 from mambalign.worker.models.rotary import Rotary, RotaryConfig
 from mambalign.worker.state_cache import AttentionSpec, StateSpec
@@ -117,22 +118,16 @@ class Qwen3NextConfig:
 
     @classmethod
     def read(cls, config: dict[str, Any], **derived: Any) -> "Qwen3NextConfig":
-        for field, served in SERVED.items():
-            if config.get(field) is not None and config[field] not in served:
-                raise CheckpointError(
-                    f"config.json: {field} = {config[field]!r}; served: {', '.join(map(str, served))}"
-                )
+        check_values(config, SERVED)
         if derived["num_mtp_layers"] not in (0, 1):
             raise CheckpointError(f"config.json: {derived['num_mtp_layers']} MTP layers; served: at most 1")
-        eos, names = config.get("eos_token_id"), {f.name for f in fields(cls)}
-        given = {name: value for name, value in config.items() if name in names and value is not None}
+        given = published_fields(cls, config)
         try:
             given["layer_types"] = _layer_types(config)
             given["mlp_only_layers"] = tuple(config.get("mlp_only_layers") or ())
             given["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
             positions = config.get("max_position_embeddings", cls.max_position_embeddings)
             given["rotary"] = RotaryConfig.from_json(config, given["head_dim"], positions, ROTATED)
-            given["eos_token_id"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
             parsed = cls(**{**given, **derived})
             _ = parsed.routing  # may raise
             return parsed
@@ -147,10 +142,7 @@ def _layer_types(config: dict[str, Any]) -> tuple[str, ...]:
     if given is None:
         interval = config.get("full_attention_interval") or 4
         given = [DELTA if (i + 1) % interval else ATTENTION for i in range(config["num_hidden_layers"])]
-    unknown = sorted({str(kind) for kind in given} - {DELTA, ATTENTION})
-    if unknown:
-        raise CheckpointError(f"config.json: layer_types with {', '.join(unknown)}; served: {DELTA}, {ATTENTION}")
-    return tuple(given)
+    return layer_kinds(given, (DELTA, ATTENTION))
 
 
 class Qwen3Next(HybridModel):
