@@ -13,6 +13,7 @@ import torch
 from cells import default_model, default_path
 from lossless.plan import NUM_TOP_LOGPROBS
 from tokenizers import Tokenizer
+from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from mambalign.engine.checkpoint import load_tokenizer
 from mambalign.engine.reference import STATE_BLOCK, Generation, ReferenceEngine
@@ -22,6 +23,7 @@ from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.registry import load_model
 from mambalign.worker.sampling_params import SamplingParams, TokenLogprobs
 from mambalign.worker.state_cache import StateCache
+from mambalign.worker.tests import served, test_lfm2
 from mambalign.worker.tests.nemotron_checkpoints import DENSE, write_checkpoint
 
 TINY = DENSE["odd"] | {"pattern": "M*M", "intermediate_size": 64}
@@ -116,9 +118,7 @@ def truth_of(model: str) -> Truth:
     streams = [[rng.randrange(3, TINY["vocab_size"]) for _ in range(STREAM_TOKENS)] for _ in STREAM_MODULES]
     folder = Path(_small_folder(model).name)
     if model == "conv":
-        from mambalign.worker.tests.test_families_on_gpu import CHECKPOINTS  # only here: it reads all families' tests
-
-        CHECKPOINTS["lfm2"](folder)
+        served.write_checkpoint(folder, served.random_model(Lfm2ForCausalLM, Lfm2Config, test_lfm2.SMALL["odd"]))
     else:
         write_checkpoint(folder, **TINY)
     cut_tokenizer(folder / "tokenizer.json", TINY["vocab_size"])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import mambalign.engine
 from mambalign.engine import LLM, SamplingParams
@@ -28,6 +28,23 @@ DEFAULT_MODEL = Path(mambalign.engine.__file__).parent / "default_model"
 SET_APART = ("norm.weight", "layernorm.weight", ".D", "dt_bias", ".bias")  # so that one that is forgotten shows
 TIE = 1e-4  # of the largest logit: transformers' two best tokens are as good
 NUM_TOKENS = 40
+
+
+def random_model(
+    model_class: type[PreTrainedModel], config_class: type[PreTrainedConfig], sizes: dict, seed: int = 0, **options
+) -> PreTrainedModel:
+    """A small model of transformers; `options` are further fields of its configuration."""
+    torch.manual_seed(seed)
+    if "layer_types" in sizes:
+        options["num_hidden_layers"] = len(sizes["layer_types"])
+    return model_class(config_class(**{"initializer_range": 0.2, "max_position_embeddings": 512} | sizes | options))
+
+
+def load_oracle(folder: Path) -> PreTrainedModel:
+    """What transformers makes of a checkpoint, in fp32."""
+    eager = "eager"  # the grouped implementation of experts wants even sizes
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation=eager)
+    return model.eval()
 
 
 def write_checkpoint(folder: Path, model: PreTrainedModel, dtype: torch.dtype = torch.float32, **options) -> Path:

@@ -9,7 +9,15 @@ from transformers import BambaConfig, BambaForCausalLM
 from mambalign.worker.models.bamba import Bamba
 from mambalign.worker.models.loader import CheckpointError
 from mambalign.worker.models.registry import load_model
-from mambalign.worker.tests.served import check_alone, check_bfloat16, check_served, count_parameters, write_checkpoint
+from mambalign.worker.tests.served import (
+    check_alone,
+    check_bfloat16,
+    check_served,
+    count_parameters,
+    load_oracle,
+    random_model,
+    write_checkpoint,
+)
 
 # Odd sizes on purpose: groups that are no power of two, heads that fill no vector, a vocabulary that fills no tile.
 SMALL = {
@@ -36,15 +44,14 @@ BAMBA_9B = dict(  # ibm-ai-platform/Bamba-9B
 
 @pytest.fixture(scope="module", params=SMALL)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = BambaConfig(initializer_range=0.2, max_position_embeddings=512, eos_token_id=2, **SMALL[request.param])
+    model = random_model(BambaForCausalLM, BambaConfig, SMALL[request.param], eos_token_id=2)
     options = {"max_shard_size": "30kB"} if request.param == "tied" else {}
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "bamba", BambaForCausalLM(config), **options)
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "bamba", model, **options)
 
 
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> BambaForCausalLM:
-    return BambaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return load_oracle(folder)
 
 
 def test_alone(folder: Path, oracle: BambaForCausalLM) -> None:

@@ -9,7 +9,15 @@ from transformers import FalconH1Config, FalconH1ForCausalLM
 from mambalign.worker.models.falcon_h1 import FalconH1
 from mambalign.worker.models.loader import CheckpointError
 from mambalign.worker.models.registry import load_model
-from mambalign.worker.tests.served import check_alone, check_bfloat16, check_served, count_parameters, write_checkpoint
+from mambalign.worker.tests.served import (
+    check_alone,
+    check_bfloat16,
+    check_served,
+    count_parameters,
+    load_oracle,
+    random_model,
+    write_checkpoint,
+)
 
 # No two multipliers alike, so that one in the wrong place shows; an eps that shows too.
 MULTIPLIERS = dict(
@@ -52,15 +60,14 @@ FALCON_H1_7B = FALCON_H1_500M | dict(  # tiiuae/Falcon-H1-7B-Base, its shapes
 
 @pytest.fixture(scope="module", params=SMALL)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = FalconH1Config(initializer_range=0.2, max_position_embeddings=512, **SMALL[request.param])
+    model = random_model(FalconH1ForCausalLM, FalconH1Config, SMALL[request.param])
     options = {"max_shard_size": "30kB"} if request.param == "tied" else {}
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "falcon", FalconH1ForCausalLM(config), **options)
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "falcon", model, **options)
 
 
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> FalconH1ForCausalLM:
-    return FalconH1ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return load_oracle(folder)
 
 
 def test_alone(folder: Path, oracle: FalconH1ForCausalLM) -> None:
@@ -79,7 +86,7 @@ def test_a_checkpoint_in_bfloat16_is_that_checkpoint(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = FalconH1ForCausalLM(FalconH1Config(initializer_range=0.2, max_position_embeddings=512, **ODD))
     folder = write_checkpoint(tmp_path / "falcon", model, torch.bfloat16)
-    oracle = FalconH1ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    oracle = load_oracle(folder)
     check_bfloat16(folder, oracle)
 
 

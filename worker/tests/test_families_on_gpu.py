@@ -53,13 +53,7 @@ def nemotron(name: str) -> Callable[[Path], Path]:
 
 
 def written(model_class, config_class, sizes: dict) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        torch.manual_seed(0)
-        extra = {"num_hidden_layers": len(sizes["layer_types"])} if "layer_types" in sizes else {}
-        config = config_class(initializer_range=0.2, max_position_embeddings=512, **sizes, **extra)
-        return served.write_checkpoint(folder, model_class(config))
-
-    return write
+    return lambda folder: served.write_checkpoint(folder, served.random_model(model_class, config_class, sizes))
 
 
 def qwen(name: str) -> Callable[[Path], Path]:

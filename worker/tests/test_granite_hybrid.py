@@ -10,7 +10,15 @@ from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 from mambalign.worker.models.granite_hybrid import GraniteHybrid
 from mambalign.worker.models.loader import CheckpointError
 from mambalign.worker.models.registry import load_model
-from mambalign.worker.tests.served import check_alone, check_bfloat16, check_served, count_parameters, write_checkpoint
+from mambalign.worker.tests.served import (
+    check_alone,
+    check_bfloat16,
+    check_served,
+    count_parameters,
+    load_oracle,
+    random_model,
+    write_checkpoint,
+)
 
 MAMBA, ATTENTION = "linear_attention", "full_attention"
 MULTIPLIERS = dict(
@@ -59,24 +67,14 @@ H_SMALL = H_MICRO | dict(  # ibm-granite/granite-4.0-h-small, its shapes
 
 @pytest.fixture(scope="module", params=SMALL)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    sizes = SMALL[request.param]
-    config = GraniteMoeHybridConfig(
-        initializer_range=0.2, max_position_embeddings=512, num_hidden_layers=len(sizes["layer_types"]), **sizes
-    )
-    options = {"max_shard_size": "30kB"} if config.tie_word_embeddings else {}
-    return write_checkpoint(
-        tmp_path_factory.mktemp("models") / "granite", GraniteMoeHybridForCausalLM(config), **options
-    )
+    model = random_model(GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, SMALL[request.param])
+    options = {"max_shard_size": "30kB"} if model.config.tie_word_embeddings else {}
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "granite", model, **options)
 
 
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> GraniteMoeHybridForCausalLM:
-    return GraniteMoeHybridForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        experts_implementation="eager",  # the grouped one wants even sizes
-    ).eval()
+    return load_oracle(folder)
 
 
 def test_alone(folder: Path, oracle: GraniteMoeHybridForCausalLM) -> None:

@@ -4,20 +4,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    Lfm2MoeConfig,
-    Lfm2MoeForCausalLM,
-    PreTrainedModel,
-)
+from transformers import Lfm2Config, Lfm2ForCausalLM, Lfm2MoeConfig, Lfm2MoeForCausalLM, PreTrainedModel
 
 from mambalign.engine import LLM
 from mambalign.engine.option import ConfigError
 from mambalign.worker.models.loader import CheckpointError
 from mambalign.worker.models.registry import FAMILIES, load_model
-from mambalign.worker.tests.served import check_alone, check_bfloat16, check_served, count_parameters, write_checkpoint
+from mambalign.worker.tests.served import (
+    check_alone,
+    check_bfloat16,
+    check_served,
+    count_parameters,
+    load_oracle,
+    random_model,
+    write_checkpoint,
+)
 
 CONV, ATTENTION = "conv", "full_attention"
 # Odd sizes on purpose: heads and channels that fill no vector, a vocabulary that fills no tile; each width of a conv.
@@ -75,30 +76,24 @@ NUM_PARAMETERS = {  # as the model cards say
 
 @pytest.fixture(scope="module", params=SMALL)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(3)  # rounded to 16 bits, too, scores send each token to the same experts
     sizes = SMALL[request.param]
-    has_experts = "num_experts" in sizes
-    config = (Lfm2MoeConfig if has_experts else Lfm2Config)(
+    classes = (Lfm2MoeForCausalLM, Lfm2MoeConfig) if "num_experts" in sizes else (Lfm2ForCausalLM, Lfm2Config)
+    model = random_model(
+        *classes,
+        sizes,
+        seed=3,  # rounded to 16 bits, too, scores send each token to the same experts
         initializer_range=0.12,  # greedy texts repeat themselves, so that some drafts are kept
-        max_position_embeddings=512,
-        num_hidden_layers=len(sizes["layer_types"]),
-        **sizes,
     )
-    model = (Lfm2MoeForCausalLM if has_experts else Lfm2ForCausalLM)(config)
     for name, buffer in model.named_buffers():
         if name.endswith("expert_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.5)
-    options = {} if config.tie_word_embeddings else {"max_shard_size": "30kB"}
+    options = {} if model.config.tie_word_embeddings else {"max_shard_size": "30kB"}
     return write_checkpoint(tmp_path_factory.mktemp("models") / "lfm2", model, **options)
 
 
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        experts_implementation="eager",  # the grouped one wants even sizes
-    ).eval()
+    return load_oracle(folder)
 
 
 def test_alone(folder: Path, oracle: PreTrainedModel) -> None:
