@@ -18,6 +18,8 @@ of its neighbours' decays. X is made in fp32; other products take operands in th
 A 16-bit state is rounded to its dtype after every chunk, in the loop as in memory, so that a cut there changes nothing.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -31,11 +33,31 @@ from mambalign.kernels.mamba2_chunk_scan import by_head
 from mambalign.kernels.rows import ROW_POINTERS, MambaRows, walk_rows
 
 STATE_ROWS = 32  # that a program carries over the chunks of a text
-NUM_WARPS = 4  # of a program: those of one product of 64 rows
-NARROW_WARPS = 2  # of heads below 64 numbers: products of a whole warp group came out wrong at 16 columns (Triton 3.6)
-NUM_STAGES = 3  # a chunk's inputs are loaded while the two before are computed; with 2 the loads come too late
 CHECKED_TO = 0.03  # of the largest value: 16-bit operands were found within 0.01
 ROWS_AT_A_TIME = 64  # among which a program of the first launch looks for its chunk
+
+
+class Tiles(NamedTuple):
+    """Of both launches: a head's numbers, powers of two; rows of a state that a program of the second carries."""
+
+    block_v: int
+    block_k: int
+    state_rows: int
+    num_warps: int
+    num_stages: int  # of the second
+
+
+def tiles_for(v_dim: int, k_dim: int, number_bytes: int) -> Tiles:
+    """For heads of these sizes.
+
+    Four warps are those of one product of 64 rows; heads below 64 numbers take two, since products of a whole warp
+    group came out wrong at 16 columns (Triton 3.6). With three stages, where they fit, a chunk's inputs are loaded
+    while the two before are computed; with two the loads come too late.
+    """
+    block_v, block_k = (max(16, triton.next_power_of_2(size)) for size in (v_dim, k_dim))  # a product's least
+    num_warps = 4 if min(block_v, block_k) >= 64 else 2
+    num_stages = 3 if number_bytes == 2 and 64 <= block_k <= 128 else 1
+    return Tiles(block_v, block_k, min(block_v, STATE_ROWS), num_warps, num_stages)
 
 
 @triton.jit
@@ -172,20 +194,17 @@ def gated_delta_chunk_scan_varlen_triton(
     u = torch.empty(num_tokens, num_heads, v_dim, dtype=v.dtype, device=v.device)
     mix = torch.empty(num_tokens, num_heads, DELTA_CHUNK, dtype=v.dtype, device=v.device)
     scale = torch.empty(num_tokens, num_heads, 2, dtype=torch.float32, device=v.device)
-    block_v, block_k = (max(16, triton.next_power_of_2(size)) for size in (v_dim, k_dim))  # a product's least
-    num_warps = NUM_WARPS if min(block_v, block_k) >= 64 else NARROW_WARPS
+    block_v, block_k, state_rows, num_warps, num_stages = tiles_for(v_dim, k_dim, v.element_size())
     most_chunks = num_tokens // DELTA_CHUNK + num_rows
     gated_delta_chunk_solve_kernel[num_heads, most_chunks](
         q, k, v, a_raw, b_raw, A, dt_bias, rows.query_start, rows.query_len, num_rows, w, u, left, mix, scale,
         q.stride(0), v.stride(0), a_raw.stride(0), num_heads, key_heads, v_dim, k_dim, DELTA_CHUNK, block_v, block_k,
         ROWS_AT_A_TIME, NORM_EPS, num_warps=num_warps, **pdl(v.device),
     )  # fmt: skip
-    block_v = min(block_v, STATE_ROWS)
-    num_stages = NUM_STAGES if v.element_size() == 2 and 64 <= block_k <= 128 else 1  # what fits and gains by it
-    gated_delta_chunk_scan_kernel[num_heads * triton.cdiv(v_dim, block_v), num_rows](
+    gated_delta_chunk_scan_kernel[num_heads * triton.cdiv(v_dim, state_rows), num_rows](
         q, w, u, left, mix, scale, temporal_state, o,
         rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,
-        q.stride(0), num_heads, key_heads, v_dim, k_dim, DELTA_CHUNK, block_v, block_k,
+        q.stride(0), num_heads, key_heads, v_dim, k_dim, DELTA_CHUNK, state_rows, block_k,
         num_warps=num_warps, num_stages=num_stages, **pdl(v.device),
     )  # fmt: skip
     return o

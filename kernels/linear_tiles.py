@@ -34,6 +34,7 @@ _WHOLE: list[tuple[int, Tiles]] = [
     (512, Tiles(128, 128, 64, 8, 4)),
     (0, Tiles(128, 256, 64, 8, 4, tma=True)),
 ]
+_WHOLE_FP32 = [(16, Tiles(16, 64, 32, 4, 2)), (0, Tiles(64, 64, 32, 4, 2))]
 # By dtype width and kind of weight: (most rows, tiles), the last for any number. Those of two bytes are the fastest on
 # an H200 of `scripts/bench_chains.py --tiles`: where a multiprocessor has one program, it fetches far ahead.
 _TILES: dict[tuple[int, str], list[tuple[int, Tiles]]] = {
@@ -58,14 +59,14 @@ _TILES: dict[tuple[int, str], list[tuple[int, Tiles]]] = {
         (512, Tiles(64, 128, 64, 4, 4, tma=True)),
         (0, Tiles(128, 256, 64, 8, 3, tma=True)),
     ],
-    (4, "wide"): [(16, Tiles(16, 64, 32, 4, 2)), (0, Tiles(64, 64, 32, 4, 2))],
+    (4, "wide"): _WHOLE_FP32,
+    (4, "narrow"): _WHOLE_FP32,
     (4, "segments"): [
         (16, Tiles(16, 64, 32, 4, 2, True)),
         (64, Tiles(64, 64, 32, 4, 2, True)),
         (0, Tiles(64, 64, 32, 4, 2)),
     ],
 }
-_TILES[4, "narrow"] = _TILES[4, "wide"]
 
 
 def segments_of(k: int, n: int) -> tuple[int, int]:

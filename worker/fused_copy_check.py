@@ -39,8 +39,9 @@ class FusedCopyChecker:
         self.checks: Counter[int] = Counter()  # rows and steps
         self.copies: Counter[int] = Counter()  # rows that moved bytes
         self.num_mismatches = 0
-        self._states = [state.tensor for state in cache.mamba_states()]
-        self._metas = describe_states(cache.mamba_states(), cache.conv_layout == "DS")
+        states = cache.mamba_states()
+        self._states = [state.tensor for state in states]
+        self._metas = describe_states(states, cache.conv_layout == "DS")
         self._credit = 0.0
 
     def wants_step(self) -> bool:

@@ -243,18 +243,18 @@ def compile_delta(kernel, key_heads: int, num_heads: int, k_dim: int, v_dim: int
     types |= dict.fromkeys(("p_A", "p_dt_bias", "p_scale", "p_o"), "*fp32") | {"num_rows": "i32"}
     types |= dict.fromkeys(("p_query_start", "p_query_len", "p_temporal_block", "p_state_block"), "*i32")
     types |= {"p_temporal_state": f"*{NAMES[state_dtype]}"}
-    width, power = 2 * key_heads * k_dim + num_heads * v_dim, triton.next_power_of_2
+    width = 2 * key_heads * k_dim + num_heads * v_dim
+    tiles = gated_delta_chunk_scan.tiles_for(v_dim, k_dim, dtype.itemsize)
     constants = {"Q_STRIDE": width, "V_STRIDE": width, "A_STRIDE": width + num_heads * (v_dim + 2)}
     constants |= {"HEADS": num_heads, "KEY_HEADS": key_heads, "K_DIM": k_dim, "V_DIM": v_dim}
-    constants |= {"CHUNK": chunk_shape.DELTA_CHUNK, "BLOCK_K": max(16, power(k_dim)), "BLOCK_V": max(16, power(v_dim))}
+    constants |= {"CHUNK": chunk_shape.DELTA_CHUNK, "BLOCK_K": tiles.block_k}
+    constants |= {"BLOCK_V": tiles.block_v if solves else tiles.state_rows}
     if solves:
         constants |= {"BLOCK_R": gated_delta_chunk_scan.ROWS_AT_A_TIME, "EPS": gated_delta_chunk_scan.NORM_EPS}
-    else:
-        constants["BLOCK_V"] = min(constants["BLOCK_V"], gated_delta_chunk_scan.STATE_ROWS)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-    num_stages = gated_delta_chunk_scan.NUM_STAGES if not solves and dtype == torch.bfloat16 else 1
-    return compile_kernel(kernel, types, constants, num_warps=gated_delta_chunk_scan.NUM_WARPS, num_stages=num_stages)
+    num_stages = 1 if solves else tiles.num_stages
+    return compile_kernel(kernel, types, constants, num_warps=tiles.num_warps, num_stages=num_stages)
 
 
 def main() -> None:
