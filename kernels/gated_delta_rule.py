@@ -19,12 +19,18 @@ import triton.language as tl
 
 from mambalign.kernels.activation import softplus
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
-from mambalign.kernels.mamba2_scan import load_quarters, store_quarters, time_steps
-from mambalign.kernels.rows import ROW_POINTERS, MambaRows, walk_rows
+from mambalign.kernels.mamba2_scan import time_steps
+from mambalign.kernels.rows import ROW_POINTERS, MambaRows, walk_tokens
+from mambalign.kernels.scan_tiles import (
+    NUM_WARPS,
+    leave_inputs,
+    load_left_inputs,
+    load_quarters,
+    store_quarters,
+    tile_of,
+)
 
 NORM_EPS = 1e-6  # under the root of a key's and a query's length
-THREAD_ELEMENTS = 32  # of the state, in registers
-NUM_WARPS = 2  # of a program of the scan
 
 
 def gated_delta_rule_varlen_reference(
@@ -48,16 +54,20 @@ def gated_delta_rule_varlen_reference(
     per_key_head, k_dim = v.shape[1] // k.shape[1], k.shape[2]
     o = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
 
-    def advance(token: int, _: int, state: torch.Tensor) -> torch.Tensor:
-        b_q, b_k = (unit(t[token].float()).repeat_interleave(per_key_head, 0) for t in (q, k))
-        decay = torch.exp(softplus(a_raw[token] + dt_bias) * A)[:, None]
-        beta = torch.sigmoid(b_raw[token].float())[:, None]
-        delta = (v[token].float() - decay * (state * b_k[:, None]).sum(-1)) * beta
-        state = state * decay[:, None] + delta[:, :, None] * b_k[:, None]
-        o[token] = (state * b_q[:, None]).sum(-1) * k_dim**-0.5
-        return state
+    def inputs(token: int) -> tuple[torch.Tensor, ...]:
+        decay = torch.exp(softplus(a_raw[token] + dt_bias) * A)
+        return unit(k[token].float()), v[token].float(), decay, torch.sigmoid(b_raw[token].float())
 
-    walk_rows(rows, temporal_state, advance)
+    def advance(state, b_k, b_v, decay, beta) -> torch.Tensor:
+        b_k, decay = b_k.repeat_interleave(per_key_head, 0)[:, None], decay[:, None]
+        delta = (b_v - decay * (state * b_k).sum(-1)) * beta[:, None]
+        return state * decay[:, :, None] + delta[:, :, None] * b_k
+
+    def emit(token: int, state: torch.Tensor) -> None:
+        b_q = unit(q[token].float()).repeat_interleave(per_key_head, 0)
+        o[token] = (state * b_q[:, None]).sum(-1) * k_dim**-0.5
+
+    walk_tokens(rows, temporal_state, inputs, advance, emit)
     return o
 
 
@@ -135,6 +145,19 @@ def _advance(b_h, b_delta, b_k, decay, STATE_DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _update(
+    b_h0, b_h1, b_h2, b_h3, b_hk, b_v, decay, beta, b_k0, b_k1, b_k2, b_k3, STATE_DTYPE: tl.constexpr
+):  # fmt: skip
+    """The state after a token, and its delta."""
+    b_delta = beta * tl.fma(tl.broadcast_to(-decay, b_v.shape), b_hk, b_v)
+    b_h0 = _advance(b_h0, b_delta, b_k0, decay, STATE_DTYPE)
+    b_h1 = _advance(b_h1, b_delta, b_k1, decay, STATE_DTYPE)
+    b_h2 = _advance(b_h2, b_delta, b_k2, decay, STATE_DTYPE)
+    b_h3 = _advance(b_h3, b_delta, b_k3, decay, STATE_DTYPE)
+    return b_h0, b_h1, b_h2, b_h3, b_delta
+
+
+@triton.jit
 def _step(
     b_h0, b_h1, b_h2, b_h3, b_v, kq, decay, beta, b_q0, b_q1, b_q2, b_q3, b_k0, b_k1, b_k2, b_k3,
     STATE_DTYPE: tl.constexpr,
@@ -142,29 +165,52 @@ def _step(
     """The state after a token, and its o."""
     b_hk = _product(b_h0, b_h1, b_h2, b_h3, b_k0, b_k1, b_k2, b_k3)
     b_hq = _product(b_h0, b_h1, b_h2, b_h3, b_q0, b_q1, b_q2, b_q3)
-    b_delta = beta * tl.fma(tl.broadcast_to(-decay, b_v.shape), b_hk, b_v)
+    b_h0, b_h1, b_h2, b_h3, b_delta = _update(
+        b_h0, b_h1, b_h2, b_h3, b_hk, b_v, decay, beta, b_k0, b_k1, b_k2, b_k3, STATE_DTYPE
+    )
     b_o = tl.fma(b_delta, tl.broadcast_to(kq, b_v.shape), decay * b_hq)
-    b_h0 = _advance(b_h0, b_delta, b_k0, decay, STATE_DTYPE)
-    b_h1 = _advance(b_h1, b_delta, b_k1, decay, STATE_DTYPE)
-    b_h2 = _advance(b_h2, b_delta, b_k2, decay, STATE_DTYPE)
-    b_h3 = _advance(b_h3, b_delta, b_k3, decay, STATE_DTYPE)
     return b_h0, b_h1, b_h2, b_h3, b_o
 
 
-@triton.jit(do_not_specialize_on_alignment=ROW_POINTERS)
+@triton.jit
+def _replay(
+    b_h0, b_h1, b_h2, b_h3, p_tile, p_block, num_replays, o_r, o_i,
+    STATE_SIZE: tl.constexpr, K_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_I: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The state after drafts whose inputs were left: a block's number is loaded two of them ahead, its inputs one."""
+    b_k0, b_k1, b_k2, b_k3, b_v, decay, beta = load_left_inputs(
+        p_tile, tl.load(p_block, mask=num_replays > 0, other=-1), o_r, o_i, STATE_SIZE, K_DIM, BLOCK_V, BLOCK_I
+    )  # fmt: skip
+    block = tl.load(p_block + 1, mask=num_replays > 1, other=-1)
+    for i in range(0, num_replays):
+        n_k0, n_k1, n_k2, n_k3, n_v, n_decay, n_beta = load_left_inputs(
+            p_tile, block, o_r, o_i, STATE_SIZE, K_DIM, BLOCK_V, BLOCK_I
+        )
+        block = tl.load(p_block + i + 2, mask=i + 2 < num_replays, other=-1)
+        b_hk = _product(b_h0, b_h1, b_h2, b_h3, b_k0, b_k1, b_k2, b_k3)
+        b_h0, b_h1, b_h2, b_h3, _ = _update(
+            b_h0, b_h1, b_h2, b_h3, b_hk, b_v, decay, beta, b_k0, b_k1, b_k2, b_k3, STATE_DTYPE
+        )
+        b_k0, b_k1, b_k2, b_k3, b_v, decay, beta = n_k0, n_k1, n_k2, n_k3, n_v, n_decay, n_beta
+    return b_h0, b_h1, b_h2, b_h3
+
+
+@triton.jit(do_not_specialize=["num_spec_tokens"], do_not_specialize_on_alignment=ROW_POINTERS)
 def gated_delta_rule_kernel(
     p_v, p_kq, p_gates, p_qk, p_temporal_state, p_o,
-    p_query_start, p_query_len, p_temporal_block, p_state_block,
-    V_STRIDE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
+    p_query_start, p_query_len, p_temporal_block, p_state_block, p_is_deferring, p_num_replays, p_replay_block,
+    num_spec_tokens, V_STRIDE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
+    V_DIM: tl.constexpr, K_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """d = beta * (v - decay * h k);  h = decay * h + d outer k;  o = h q, token after token; kept states go to blocks.
 
     Grid (tiles of all heads, rows). A program owns BLOCK_V rows of a head's state over all tokens of a row, in
     registers, in fp32, rounded to the state's dtype after every token, as four quarters [BLOCK_V, BLOCK_I]: few threads
-    share a row of it. Reads inputs and temporal_block; writes o and the blocks of kept tokens. One binary serves
-    prefill, decode, verification and boundaries. Two tokens a turn, as in `mamba2_scan_kernel`: a token's inputs are
-    loaded, what the one before left is stored, then the one before is computed while the loads are under way.
+    share a row of it. Reads inputs, temporal_block and what deferred drafts left in its tile of their blocks; writes o
+    and the blocks of kept tokens. One binary serves prefill, decode, verification and boundaries. Two tokens a turn, as
+    in `mamba2_scan_kernel`: a token's inputs are loaded, what the one before left is stored, then the one before is
+    computed while the loads are under way.
     """
     wait_for_inputs(PDL)
     TILES: tl.constexpr = (V_DIM + BLOCK_V - 1) // BLOCK_V
@@ -184,7 +230,9 @@ def gated_delta_rule_kernel(
     if num_tokens > 0:
         v_mask, mask, o_n = o_v < V_DIM, (o_v < V_DIM)[:, None], o_i[None, :]
         p_head = p_temporal_state + i_head.to(tl.int64) * (V_DIM * K_DIM) + o_v[:, None] * K_DIM + o_n
+        p_tile = p_temporal_state + i_head.to(tl.int64) * (V_DIM * K_DIM) + tl.program_id(0) % TILES * BLOCK_V * K_DIM
         block, last = tl.load(p_temporal_block + i_row), num_tokens - 1
+        num_replays, is_deferring = tl.load(p_num_replays + i_row), tl.load(p_is_deferring + i_row)
         found = o_v < tl.where(block >= 0, V_DIM, 0)
         b_h0, b_h1, b_h2, b_h3 = load_quarters(
             p_head + block.to(tl.int64) * STATE_SIZE, found[:, None], o_n, K_DIM, BLOCK_I
@@ -193,13 +241,19 @@ def gated_delta_rule_kernel(
             p_v, p_kq, p_gates, p_q, last * 0, o_v, o_i, V_STRIDE, HEADS, KEY_HEADS, V_DIM, K_DIM, BLOCK_I
         )
         a_kept, b_kept, b_o = tl.load(p_state_block), -1, tl.zeros([BLOCK_V], tl.float32)
-        tl.debug_barrier()  # a tile of fewer numbers than threads is read by several: all have read before one writes
+        o_r, p_replay = tl.arange(0, BLOCK_V), p_replay_block + i_row.to(tl.int64) * num_spec_tokens
+        b_h0, b_h1, b_h2, b_h3 = _replay(
+            b_h0, b_h1, b_h2, b_h3, p_tile, p_replay, num_replays, o_r, o_i,
+            STATE_SIZE, K_DIM, BLOCK_V, BLOCK_I, STATE_DTYPE,
+        )  # fmt: skip
+        # A tile of fewer numbers than threads, and what drafts left, are read by several: before one of them writes.
+        tl.debug_barrier()
         for i_token in range(0, num_tokens, 2):
             i_b = tl.minimum(i_token + 1, last)
             b_v, b_kq, b_decay, b_beta, b_q0, b_q1, b_q2, b_q3, b_k0, b_k1, b_k2, b_k3 = _token_inputs(
                 p_v, p_kq, p_gates, p_q, i_b, o_v, o_i, V_STRIDE, HEADS, KEY_HEADS, V_DIM, K_DIM, BLOCK_I
             )
-            next_kept = tl.load(p_state_block + i_b)
+            next_kept = tl.load(p_state_block + i_b, mask=is_deferring == 0, other=-1)
             if i_token > 0:
                 tl.store(p_o, b_o, mask=v_mask)
                 p_o += O_STRIDE
@@ -216,7 +270,7 @@ def gated_delta_rule_kernel(
             a_v, a_kq, a_decay, a_beta, a_q0, a_q1, a_q2, a_q3, a_k0, a_k1, a_k2, a_k3 = _token_inputs(
                 p_v, p_kq, p_gates, p_q, i_a, o_v, o_i, V_STRIDE, HEADS, KEY_HEADS, V_DIM, K_DIM, BLOCK_I
             )
-            next_kept = tl.load(p_state_block + i_a)
+            next_kept = tl.load(p_state_block + i_a, mask=is_deferring == 0, other=-1)
             tl.store(p_o, b_o, mask=v_mask)
             p_o += O_STRIDE
             if a_kept >= 0:
@@ -232,6 +286,15 @@ def gated_delta_rule_kernel(
         if b_kept >= 0:
             p_kept = p_head + b_kept.to(tl.int64) * STATE_SIZE
             store_quarters(p_kept, mask, o_n, b_h0, b_h1, b_h2, b_h3, K_DIM, BLOCK_I)
+        if is_deferring != 0:
+            for i_token in range(1, num_tokens):
+                b_v, _kq, b_decay, b_beta, _0, _1, _2, _3, b_k0, b_k1, b_k2, b_k3 = _token_inputs(
+                    p_v, p_kq, p_gates, p_q, i_token, o_v, o_i, V_STRIDE, HEADS, KEY_HEADS, V_DIM, K_DIM, BLOCK_I
+                )
+                leave_inputs(
+                    p_tile, tl.load(p_state_block + i_token), o_r, o_i, b_k0, b_k1, b_k2, b_k3, b_v, b_decay, b_beta,
+                    STATE_SIZE, K_DIM, BLOCK_V, BLOCK_I,
+                )  # fmt: skip
 
 
 def gated_delta_rule_varlen_triton(
@@ -260,11 +323,11 @@ def gated_delta_rule_varlen_triton(
         q.stride(0), a_raw.stride(0), key_heads, group, k_dim, power(group), power(k_dim), NORM_EPS, num_warps=1,
         **pdl(v.device),
     )  # fmt: skip
-    block_i = power(triton.cdiv(k_dim, 4))
-    block_v = min(power(v_dim), max(1, 32 * NUM_WARPS * THREAD_ELEMENTS // (4 * block_i)))
+    (block_v, block_i), deferral = tile_of(v_dim, k_dim), rows.deferral
     gated_delta_rule_kernel[num_heads * triton.cdiv(v_dim, block_v), len(rows.query_start)](
         v, kq, gates, qk, temporal_state, o,
         rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,
+        deferral.is_deferring, deferral.num_replays, deferral.replay_block, deferral.replay_block.shape[1],
         v.stride(0), num_heads, key_heads, v_dim, k_dim, block_v, block_i, num_warps=NUM_WARPS, **pdl(v.device),
     )  # fmt: skip
     return o

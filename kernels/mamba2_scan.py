@@ -17,11 +17,17 @@ import triton.language as tl
 
 from mambalign.kernels.activation import SOFTPLUS_LINEAR_ABOVE, softplus
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
-from mambalign.kernels.rows import ROW_POINTERS, MambaRows, walk_rows
+from mambalign.kernels.rows import ROW_POINTERS, MambaRows, walk_tokens
+from mambalign.kernels.scan_tiles import (
+    NUM_WARPS,
+    leave_inputs,
+    load_left_inputs,
+    load_quarters,
+    store_quarters,
+    tile_of,
+)
 
 LINEAR_ABOVE = tl.constexpr(SOFTPLUS_LINEAR_ABOVE)
-THREAD_ELEMENTS = 32  # of the state, in registers
-NUM_WARPS = 2  # of a program of the scan
 
 
 @triton.jit
@@ -60,26 +66,6 @@ def scan_inputs_kernel(
     tl.store(
         p_token + BC_WIDTH, tl.load(p_C + i_token * BC_STRIDE + o_n, mask=mask, other=0.0).to(tl.float32), mask=mask
     )
-
-
-@triton.jit
-def load_quarters(p, mask, o_i, D_STATE: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Elements j * BLOCK_I + i of a state row, by quarter j."""
-    b_0 = tl.load(p, mask=mask & (o_i < D_STATE), other=0.0).to(tl.float32)
-    b_1 = tl.load(p + BLOCK_I, mask=mask & (o_i < D_STATE - BLOCK_I), other=0.0).to(tl.float32)
-    b_2 = tl.load(p + 2 * BLOCK_I, mask=mask & (o_i < D_STATE - 2 * BLOCK_I), other=0.0).to(tl.float32)
-    b_3 = tl.load(p + 3 * BLOCK_I, mask=mask & (o_i < D_STATE - 3 * BLOCK_I), other=0.0).to(tl.float32)
-    return b_0, b_1, b_2, b_3
-
-
-@triton.jit
-def store_quarters(p, mask, o_i, b_0, b_1, b_2, b_3, D_STATE: tl.constexpr, BLOCK_I: tl.constexpr):
-    """As `load_quarters` reads them; past the caches, since no kernel of this step reads them."""
-    dtype: tl.constexpr = p.dtype.element_ty
-    tl.store(p, b_0.to(dtype), mask=mask & (o_i < D_STATE), cache_modifier=".cs")
-    tl.store(p + BLOCK_I, b_1.to(dtype), mask=mask & (o_i < D_STATE - BLOCK_I), cache_modifier=".cs")
-    tl.store(p + 2 * BLOCK_I, b_2.to(dtype), mask=mask & (o_i < D_STATE - 2 * BLOCK_I), cache_modifier=".cs")
-    tl.store(p + 3 * BLOCK_I, b_3.to(dtype), mask=mask & (o_i < D_STATE - 3 * BLOCK_I), cache_modifier=".cs")
 
 
 @triton.jit
@@ -124,19 +110,44 @@ def _step(
     return b_h0, b_h1, b_h2, b_h3, b_y
 
 
-@triton.jit(do_not_specialize_on_alignment=[*ROW_POINTERS, "p_decay"])
+@triton.jit
+def _replay(
+    b_h0, b_h1, b_h2, b_h3, p_tile, p_block, num_replays, o_r, o_i,
+    STATE_SIZE: tl.constexpr, D_STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The state after drafts whose inputs were left: a block's number is loaded two of them ahead, its inputs one."""
+    b_B0, b_B1, b_B2, b_B3, b_x, dt, decay = load_left_inputs(
+        p_tile, tl.load(p_block, mask=num_replays > 0, other=-1), o_r, o_i, STATE_SIZE, D_STATE, BLOCK_P, BLOCK_I
+    )  # fmt: skip
+    block = tl.load(p_block + 1, mask=num_replays > 1, other=-1)
+    for i in range(0, num_replays):
+        n_B0, n_B1, n_B2, n_B3, n_x, n_dt, n_decay = load_left_inputs(
+            p_tile, block, o_r, o_i, STATE_SIZE, D_STATE, BLOCK_P, BLOCK_I
+        )
+        block = tl.load(p_block + i + 2, mask=i + 2 < num_replays, other=-1)
+        b_dtx = dt * b_x
+        b_h0 = _advance(b_h0, b_dtx, b_B0, decay, STATE_DTYPE)
+        b_h1 = _advance(b_h1, b_dtx, b_B1, decay, STATE_DTYPE)
+        b_h2 = _advance(b_h2, b_dtx, b_B2, decay, STATE_DTYPE)
+        b_h3 = _advance(b_h3, b_dtx, b_B3, decay, STATE_DTYPE)
+        b_B0, b_B1, b_B2, b_B3, b_x, dt, decay = n_B0, n_B1, n_B2, n_B3, n_x, n_dt, n_decay
+    return b_h0, b_h1, b_h2, b_h3
+
+
+@triton.jit(do_not_specialize=["num_spec_tokens"], do_not_specialize_on_alignment=[*ROW_POINTERS, "p_decay"])
 def mamba2_scan_kernel(
     p_x, p_dt, p_decay, p_BC, p_D, p_temporal_state, p_y,
-    p_query_start, p_query_len, p_temporal_block, p_state_block,
-    X_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    p_query_start, p_query_len, p_temporal_block, p_state_block, p_is_deferring, p_num_replays, p_replay_block,
+    num_spec_tokens, X_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
     D_STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h = decay * h + (dt * x) outer B;  y = h C + D * x, token after token; kept states go to their blocks.
 
     Grid (tiles of all heads, rows). A program owns BLOCK_P rows of a head's state over all tokens of a row, in
     registers, in fp32, rounded to the state's dtype after every token, as four quarters [BLOCK_P, BLOCK_I]: few threads
-    share a row of it. Reads inputs and temporal_block; writes y and the blocks of kept tokens. One binary serves
-    prefill, decode, verification and boundaries.
+    share a row of it. Reads inputs, temporal_block and what deferred drafts left in its tile of their blocks; writes y
+    and the blocks of kept tokens. One binary serves prefill, decode, verification and boundaries.
 
     Two tokens a turn, a and b in turn: a token's inputs are loaded, then what the one before left is stored (a branch,
     past which the compiler does not move the loads), then the one before is computed while the loads are under way.
@@ -160,7 +171,11 @@ def mamba2_scan_kernel(
     if num_tokens > 0:
         p_mask, mask, o_n = o_p < HEAD_DIM, (o_p < HEAD_DIM)[:, None], o_i[None, :]
         p_head = p_temporal_state + i_head.to(tl.int64) * (HEAD_DIM * D_STATE) + o_p[:, None] * D_STATE + o_n
+        p_tile = (
+            p_temporal_state + i_head.to(tl.int64) * (HEAD_DIM * D_STATE) + tl.program_id(0) % TILES * BLOCK_P * D_STATE
+        )
         D, block, last = tl.load(p_D + i_head), tl.load(p_temporal_block + i_row), num_tokens - 1
+        num_replays, is_deferring = tl.load(p_num_replays + i_row), tl.load(p_is_deferring + i_row)
         found = o_p < tl.where(block >= 0, HEAD_DIM, 0)
         b_h0, b_h1, b_h2, b_h3 = load_quarters(
             p_head + block.to(tl.int64) * STATE_SIZE, found[:, None], o_n, D_STATE, BLOCK_I
@@ -169,12 +184,18 @@ def mamba2_scan_kernel(
             p_x, p_dt, p_decay, p_B, last * 0, o_p, o_i, X_STRIDE, NUM_HEADS, BC_WIDTH, HEAD_DIM, D_STATE, BLOCK_I
         )
         a_kept, b_kept, b_y = tl.load(p_state_block), -1, tl.zeros([BLOCK_P], tl.float32)
+        o_r, p_replay = tl.arange(0, BLOCK_P), p_replay_block + i_row.to(tl.int64) * num_spec_tokens
+        b_h0, b_h1, b_h2, b_h3 = _replay(
+            b_h0, b_h1, b_h2, b_h3, p_tile, p_replay, num_replays, o_r, o_i,
+            STATE_SIZE, D_STATE, BLOCK_P, BLOCK_I, STATE_DTYPE,
+        )  # fmt: skip
+        tl.debug_barrier()  # what drafts left is read by several threads: all have read before one writes
         for i_token in range(0, num_tokens, 2):
             i_b = tl.minimum(i_token + 1, last)
             b_x, b_dt, b_decay, b_B0, b_B1, b_B2, b_B3, b_C0, b_C1, b_C2, b_C3 = _token_inputs(
                 p_x, p_dt, p_decay, p_B, i_b, o_p, o_i, X_STRIDE, NUM_HEADS, BC_WIDTH, HEAD_DIM, D_STATE, BLOCK_I
             )
-            next_kept = tl.load(p_state_block + i_b)
+            next_kept = tl.load(p_state_block + i_b, mask=is_deferring == 0, other=-1)
             if i_token > 0:
                 tl.store(p_y, b_y, mask=p_mask)
                 p_y += Y_STRIDE
@@ -191,7 +212,7 @@ def mamba2_scan_kernel(
             a_x, a_dt, a_decay, a_B0, a_B1, a_B2, a_B3, a_C0, a_C1, a_C2, a_C3 = _token_inputs(
                 p_x, p_dt, p_decay, p_B, i_a, o_p, o_i, X_STRIDE, NUM_HEADS, BC_WIDTH, HEAD_DIM, D_STATE, BLOCK_I
             )
-            next_kept = tl.load(p_state_block + i_a)
+            next_kept = tl.load(p_state_block + i_a, mask=is_deferring == 0, other=-1)
             tl.store(p_y, b_y, mask=p_mask)
             p_y += Y_STRIDE
             if a_kept >= 0:
@@ -207,6 +228,27 @@ def mamba2_scan_kernel(
         if b_kept >= 0:
             p_kept = p_head + b_kept.to(tl.int64) * STATE_SIZE
             store_quarters(p_kept, mask, o_n, b_h0, b_h1, b_h2, b_h3, D_STATE, BLOCK_I)
+        if is_deferring != 0:
+            for i_token in range(1, num_tokens):
+                b_x, b_dt, b_decay, b_B0, b_B1, b_B2, b_B3, _0, _1, _2, _3 = _token_inputs(
+                    p_x,
+                    p_dt,
+                    p_decay,
+                    p_B,
+                    i_token,
+                    o_p,
+                    o_i,
+                    X_STRIDE,
+                    NUM_HEADS,
+                    BC_WIDTH,
+                    HEAD_DIM,
+                    D_STATE,
+                    BLOCK_I,
+                )
+                leave_inputs(
+                    p_tile, tl.load(p_state_block + i_token), o_r, o_i, b_B0, b_B1, b_B2, b_B3, b_x, b_dt, b_decay,
+                    STATE_SIZE, D_STATE, BLOCK_P, BLOCK_I,
+                )  # fmt: skip
 
 
 def mamba2_scan_varlen_reference(
@@ -228,20 +270,22 @@ def mamba2_scan_varlen_reference(
     [blocks, heads, head_dim, d_state], fp32 or 16 bit, updated in place: the state after token t in state_block[t], if
     that is not negative. Returns y [T, heads, head_dim] in fp32; undefined for tokens of no row.
     """
-    num_heads, num_groups = x.shape[1], B.shape[1]
+    per_group = x.shape[1] // B.shape[1]
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
 
-    def advance(token: int, _: int, state: torch.Tensor) -> torch.Tensor:
-        b_x = x[token].float()
-        b_B, b_C = (t[token].float().repeat_interleave(num_heads // num_groups, 0) for t in (B, C))
+    def inputs(token: int) -> tuple[torch.Tensor, ...]:
         dt = softplus(dt_raw[token] + dt_bias).clamp(min=dt_min)
-        update = (dt[:, None] * b_x)[:, :, None] * b_B[:, None, :]
-        state = state * torch.exp(dt * A)[:, None, None] + update
-        state = state.to(temporal_state.dtype).float()
-        y[token] = (state * b_C[:, None, :]).sum(-1) + D[:, None] * b_x
-        return state
+        return B[token].float(), x[token].float(), dt, torch.exp(dt * A)
 
-    walk_rows(rows, temporal_state, advance)
+    def advance(state, b_B, b_x, dt, decay) -> torch.Tensor:
+        update = (dt[:, None] * b_x)[:, :, None] * b_B.repeat_interleave(per_group, 0)[:, None, :]
+        return (state * decay[:, None, None] + update).to(temporal_state.dtype).float()
+
+    def emit(token: int, state: torch.Tensor) -> None:
+        b_C = C[token].float().repeat_interleave(per_group, 0)
+        y[token] = (state * b_C[:, None, :]).sum(-1) + D[:, None] * x[token].float()
+
+    walk_tokens(rows, temporal_state, inputs, advance, emit)
     return y
 
 
@@ -271,11 +315,11 @@ def mamba2_scan_varlen_triton(
         dt_raw, A, dt_bias, dt_min, B, C, dt, decay, BC,
         dt_raw.stride(0), B.stride(0), num_heads, bc_width, power(num_heads), power(bc_width), **pdl(x.device),
     )  # fmt: skip
-    block_i = power(triton.cdiv(d_state, 4))
-    block_p = min(power(head_dim), 32 * NUM_WARPS * THREAD_ELEMENTS // (4 * block_i))
+    (block_p, block_i), deferral = tile_of(head_dim, d_state), rows.deferral
     mamba2_scan_kernel[num_heads * triton.cdiv(head_dim, block_p), len(rows.query_start)](
         x, dt, decay, BC, D, temporal_state, y,
         rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,
+        deferral.is_deferring, deferral.num_replays, deferral.replay_block, deferral.replay_block.shape[1],
         x.stride(0), num_heads, num_groups, head_dim, d_state, block_p, block_i, num_warps=NUM_WARPS, **pdl(x.device),
     )  # fmt: skip
     return y

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
+from mambalign.kernels.rows import Deferral, may_defer
 
 BLOCK = 128
 NOWHERE = -1
@@ -44,18 +45,20 @@ def token_slots_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_rows", "columns"],
+    do_not_specialize=["num_tokens", "num_rows", "columns", "num_spec_tokens", "defer_within"],
     do_not_specialize_on_alignment=[
         "p_row", "p_offset", "p_boundary", "p_query_len", "p_is_decode", "p_computed", "p_column", "p_accepted",
-        "p_table", "p_state", "p_conv", "p_temporal", "p_conv_offset",
+        "p_table", "p_state", "p_conv", "p_temporal", "p_conv_offset", "p_is_deferring", "p_num_replays", "p_replay",
     ],
 )  # fmt: skip
 def state_blocks_kernel(
     p_row, p_offset, p_boundary, p_query_len, p_is_decode, p_computed, p_column, p_accepted, p_table,
-    p_state, p_conv, p_temporal, p_conv_offset, num_tokens, num_rows, columns,
+    p_state, p_conv, p_temporal, p_conv_offset, p_is_deferring, p_num_replays, p_replay,
+    num_tokens, num_rows, columns, num_spec_tokens, defer_within,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Per token the block that its state is left in, or -1; per row its running block, its live one or -1, its bias.
+    """Per token the block that its state is left in, or -1; per row its running block, its live one or -1, its bias,
+    and what it defers and runs again.
 
     Grid: blocks of BLOCK tokens and rows. Writes int32.
     """
@@ -78,9 +81,19 @@ def state_blocks_kernel(
     p_blocks = p_table + o_i.to(tl.int64) * columns + b_column
     tl.store(p_conv + o_i, tl.load(p_blocks, mask=mask, other=0), mask=mask)
     tl.store(p_conv_offset + o_i, b_bias, mask=mask)
-    b_live = tl.load(p_blocks + tl.maximum(b_bias, 0), mask=mask, other=0)
-    has_text = tl.load(p_computed + o_i, mask=mask, other=0) > 0
-    tl.store(p_temporal + o_i, tl.where(has_text, b_live, -1), mask=mask)
+    b_computed = tl.load(p_computed + o_i, mask=mask, other=0)
+    b_before = b_computed - 1 - b_bias  # tokens before the last step
+    ahead = 2 * num_spec_tokens + 1
+    has_deferred = (b_bias > 0) & (b_before // defer_within == (b_before + ahead) // defer_within)
+    b_live = tl.load(p_blocks + tl.where(has_deferred, 0, tl.maximum(b_bias, 0)), mask=mask, other=0)
+    tl.store(p_temporal + o_i, tl.where(b_computed > 0, b_live, -1), mask=mask)
+    defers = b_computed // defer_within == (b_computed + ahead) // defer_within
+    defers &= tl.load(p_is_decode + o_i, mask=mask, other=0) != 0
+    tl.store(p_is_deferring + o_i, defers.to(tl.int32), mask=mask)
+    tl.store(p_num_replays + o_i, tl.where(has_deferred, b_bias, 0), mask=mask)
+    for i in range(0, num_spec_tokens):
+        b_block = tl.load(p_blocks + 1 + i, mask=mask & (b_column + 1 + i < columns), other=0)
+        tl.store(p_replay + o_i.to(tl.int64) * num_spec_tokens + i, b_block, mask=mask)
 
 
 def token_slots_reference(
@@ -114,19 +127,28 @@ def state_blocks_reference(
     running_column: torch.Tensor,
     num_accepted: torch.Tensor,
     table: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """state_block [T], conv_block [R], temporal_block [R], conv_offset [R], int32: as `MambaRows` has them.
+    num_spec_tokens: int,
+    defer_within: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Deferral]:
+    """state_block [T], conv_block [R], temporal_block [R], conv_offset [R], int32, and who defers: as in `MambaRows`.
 
     boundary_block int64 [T]: where a prompt's token leaves its state, or -1; its row's last goes to the running block.
+    defer_within: `block_tokens` of `may_defer`. A row's last step deferred if more than its first token was kept, which
+    only a decode row's has, and it might: the tokens that it kept tell where it began.
     """
-    running = running_column.long()[:, None]
+    running, bias = running_column.long()[:, None], num_accepted - 1
     conv_block = table.gather(1, running)[:, 0]
-    live = table.gather(1, running + (num_accepted - 1).clamp(min=0)[:, None])[:, 0]  # an inert row's count is 0
+    has_deferred = (bias > 0) & may_defer(num_computed - num_accepted, defer_within, num_spec_tokens)
+    replays = bias.where(has_deferred, torch.zeros_like(bias))
+    live = table.gather(1, running + (bias - replays).clamp(min=0)[:, None])[:, 0]  # an inert row's count is 0
     left_in = table[row, (running[row, 0] + offset).clamp_(max=table.shape[1] - 1)]  # by a decode row's token
     of_prompt = torch.where(offset == query_len[row] - 1, conv_block[row], boundary_block)
     state_block = torch.where(is_decode[row] != 0, left_in, of_prompt).masked_fill_(offset >= query_len[row], NOWHERE)
     temporal_block = live.masked_fill(num_computed == 0, NOWHERE)
-    return state_block.int(), conv_block, temporal_block, num_accepted - 1
+    defers = may_defer(num_computed, defer_within, num_spec_tokens) & (is_decode != 0)
+    columns = running + torch.arange(1, num_spec_tokens + 1, device=table.device)
+    replay_block = table.gather(1, columns.clamp(max=table.shape[1] - 1)).masked_fill_(columns >= table.shape[1], 0)
+    return state_block.int(), conv_block, temporal_block, bias, Deferral(defers.int(), replays, replay_block)
 
 
 def token_slots(row, offset, first, length, kv_table, kv_block_tokens):
@@ -136,7 +158,7 @@ def token_slots(row, offset, first, length, kv_table, kv_block_tokens):
     return token_slots_reference(row, offset, first, length, kv_table, kv_block_tokens)
 
 
-def state_blocks(*arguments: torch.Tensor):
+def state_blocks(*arguments):
     """`state_blocks_reference`."""
     return (state_blocks_on_gpu if arguments[0].is_cuda else state_blocks_reference)(*arguments)
 
@@ -153,15 +175,19 @@ def token_slots_on_gpu(row, offset, first, length, kv_table, kv_block_tokens):
     return positions, slots
 
 
-def state_blocks_on_gpu(row, offset, boundary_block, query_len, is_decode, num_computed, running, accepted, table):
+def state_blocks_on_gpu(
+    row, offset, boundary_block, query_len, is_decode, num_computed, running_column, num_accepted, table,
+    num_spec_tokens, defer_within,
+):  # fmt: skip
     """`state_blocks_reference` by its kernel."""
     num_tokens, (num_rows, columns) = len(row), table.shape
-    numbers = (query_len, is_decode, num_computed, running, accepted, table)
+    numbers = (query_len, is_decode, num_computed, running_column, num_accepted, table)
     assert all(each.is_contiguous() and each.dtype == torch.int32 for each in numbers)
     state = torch.empty(num_tokens, dtype=torch.int32, device=table.device)
-    of_rows = torch.empty(3, num_rows, dtype=torch.int32, device=table.device)
+    of_rows = torch.empty(5, num_rows, dtype=torch.int32, device=table.device)
+    replay_block = torch.empty(num_rows, num_spec_tokens, dtype=torch.int32, device=table.device)
     state_blocks_kernel[(triton.cdiv(max(num_tokens, num_rows), BLOCK),)](
-        row, offset, boundary_block, *numbers, state, *of_rows, num_tokens, num_rows, columns, BLOCK,
-        **pdl(table.device),
+        row, offset, boundary_block, *numbers, state, *of_rows, replay_block,
+        num_tokens, num_rows, columns, num_spec_tokens, defer_within, BLOCK, **pdl(table.device),
     )  # fmt: skip
-    return state, *of_rows
+    return state, *of_rows[:3], Deferral(of_rows[3], of_rows[4], replay_block)

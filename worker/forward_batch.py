@@ -161,7 +161,7 @@ def forward_batch(rows: StepRows, cache: StateCache) -> ForwardBatch:
     layout = rows.layout
     tokens = (layout.row_of_token, layout.offset_of_token)
     positions, slots = token_slots(*tokens, rows.num_computed, layout.query_len, layout.kv_table, cache.kv_block_tokens)
-    state_block, conv_block, temporal_block, conv_offset = state_blocks(
+    state_block, conv_block, temporal_block, conv_offset, deferral = state_blocks(
         *tokens,
         layout.boundary_block,
         layout.query_len,
@@ -170,6 +170,8 @@ def forward_batch(rows: StepRows, cache: StateCache) -> ForwardBatch:
         rows.running_column,
         rows.num_accepted,
         rows.mamba_table,
+        cache.num_spec_tokens,
+        cache.defer_within,
     )
     mamba = MambaRows(
         query_start=layout.query_start,
@@ -181,6 +183,7 @@ def forward_batch(rows: StepRows, cache: StateCache) -> ForwardBatch:
         state_block=state_block,
         max_query_len=layout.max_query_len,
         all_decode=layout.all_decode,
+        deferral=deferral,
     )
     return ForwardBatch(
         token_ids=rows.token_ids,

@@ -39,7 +39,7 @@ def check_rows(rows: list[RowBefore], infos: list[PrecopyInfo], cache: StateCach
 
 def check_accepted(name: str, num_accepted: int, cache: StateCache) -> None:
     """A row keeps at least one token of a step, and at most its drafts and one."""
-    assert 1 <= num_accepted <= num_spec_tokens(cache) + 1, f"row {name}: num_accepted {num_accepted} is not in 1..S+1"
+    assert 1 <= num_accepted <= cache.num_spec_tokens + 1, f"row {name}: num_accepted {num_accepted} is not in 1..S+1"
 
 
 def check_moves(moves: list[tuple[str, np.ndarray, PrecopyInfo]]) -> None:
@@ -60,9 +60,3 @@ def check_moves(moves: list[tuple[str, np.ndarray, PrecopyInfo]]) -> None:
     for block, name in writers.items():
         others = readers.get(block, set()) - {name}
         assert not others, f"row {name} writes block {block}, which rows {sorted(others)} read"
-
-
-def num_spec_tokens(cache: StateCache) -> int:
-    """S: the conv slots that a state has for drafts."""
-    state_len = cache.conv[0].shape[2 if cache.conv_layout == "DS" else 1]
-    return state_len - (cache.conv_width - 1)

@@ -1,11 +1,13 @@
 """Device memory of both pools: KV blocks and recurrent-state blocks. Knows shapes; nothing of requests or hashes."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 import torch
 
 from mambalign.kernels.mamba_state_table import MambaState
+from mambalign.kernels.scan_tiles import has_room_for_inputs
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,17 @@ class StateCache:
     @property
     def device(self) -> torch.device:
         return (self.conv or self.keys)[0].device
+
+    @cached_property
+    def num_spec_tokens(self) -> int:
+        """S: the conv slots that a state has for drafts."""
+        state_len = self.conv[0].shape[2 if self.conv_layout == "DS" else 1]
+        return state_len - (self.conv_width - 1)
+
+    @cached_property
+    def defer_within(self) -> int:
+        """Tokens of the block that a row which defers stays within (`may_defer`); 1, never, where inputs do not fit."""
+        return self.mamba_block_tokens if all(map(has_room_for_inputs, self.temporal)) else 1
 
     def mamba_states(self) -> list[MambaState]:
         """Every recurrent state: conv, temporal, carry."""

@@ -85,7 +85,7 @@ def mamba2_scan(
     arguments += (address_of(B), B.stride(0), address_of(C), C.stride(0))
     arguments += (A.data_ptr(), D.data_ptr(), dt_bias.data_ptr(), dt_min)
     arguments += (temporal_state.data_ptr(), len(temporal_state), y.data_ptr(), num_tokens)
-    arguments += (num_heads, head_dim, num_groups, d_state, *row_addresses(rows))
+    arguments += (num_heads, head_dim, num_groups, d_state, *row_addresses(rows), *deferral_addresses(rows))
     share(lambda first, last: _scan(*arguments, first, last), num_heads, y.numel() * d_state)
     return y
 
@@ -102,6 +102,12 @@ def row_addresses(rows: MambaRows) -> tuple[int, ...]:
     fields = (rows.query_start, rows.query_len, rows.conv_block, rows.conv_offset)
     fields += (rows.temporal_block, rows.is_decode, rows.state_block)
     return (*(field.data_ptr() for field in fields), len(rows.query_start))
+
+
+def deferral_addresses(rows: MambaRows) -> tuple[int, ...]:
+    deferral = rows.deferral
+    fields = (deferral.is_deferring, deferral.num_replays, deferral.replay_block)
+    return (*(field.data_ptr() for field in fields), deferral.replay_block.shape[1])
 
 
 def share(run: Callable[[int, int], None], width: int, work: int, unit: int = 1) -> None:
@@ -249,12 +255,30 @@ def leave_state(state, memory, place, head_dim, d_state):
             copy_values(memory[place + p * d_state : place + (p + 1) * d_state], state[p, :d_state])
 
 
-@njit(f"void({ints(11)}, float32, {ints(18)})", cache=True, nogil=True)
+@njit
+def leave_inputs(memory, place, vector, rows, first, second):
+    """What the state takes of a token, at the beginning of a head's state: a vector, a value a row, two numbers."""
+    num_columns, end = vector.shape[0], place + vector.shape[0] + rows.shape[0]
+    copy_values(memory[place : place + num_columns], vector)
+    copy_values(memory[place + num_columns : end], rows)
+    memory[end], memory[end + 1] = first, second
+
+
+@njit
+def read_inputs(memory, place, vector, rows):
+    """As `leave_inputs` left them; returns the two numbers."""
+    num_columns, end = vector.shape[0], place + vector.shape[0] + rows.shape[0]
+    copy_values(vector, memory[place : place + num_columns])
+    copy_values(rows, memory[place + num_columns : end])
+    return memory[end], memory[end + 1]
+
+
+@njit(f"void({ints(11)}, float32, {ints(22)})", cache=True, nogil=True)
 def _scan(
     x, x_stride, dt_raw, dt_stride, B, B_stride, C, C_stride, A, D, dt_bias, dt_min, temporal_state, num_blocks, y,
     num_tokens, num_heads, head_dim, num_groups, d_state,
     query_start, query_len, conv_block, conv_offset, temporal_block, is_decode, state_block, num_rows,
-    first_head, last_head,
+    is_deferring, num_replays, replay_block, num_spec_tokens, first_head, last_head,
 ):  # fmt: skip
     """Heads first .. last of all rows. Buffers are whole vectors wide; what is past the end of one stays zero."""
     x, dt_raw = floats_at(x, num_tokens * x_stride), floats_at(dt_raw, num_tokens * dt_stride)
@@ -265,6 +289,8 @@ def _scan(
     y = floats_at(y, (num_tokens, num_heads, head_dim))
     query_start, query_len = ints_at(query_start, num_rows), ints_at(query_len, num_rows)
     temporal_block, state_block = ints_at(temporal_block, num_rows), ints_at(state_block, num_tokens)
+    is_deferring, num_replays = ints_at(is_deferring, num_rows), ints_at(num_replays, num_rows)
+    replay_block = ints_at(replay_block, (num_rows, num_spec_tokens))
     num_chunks, num_quads = -(-d_state // LANES), -(-head_dim // ROWS)
     state = np.zeros((num_quads * ROWS, num_chunks * LANES), np.float32)
     flat_state = state.reshape(-1)
@@ -280,6 +306,11 @@ def _scan(
             if temporal_block[row] >= 0:
                 place = (np.int64(temporal_block[row]) * num_heads + head) * size
                 read_state(state, temporal_state, place, head_dim, d_state)
+            for i in range(num_replays[row]):
+                place = (np.int64(replay_block[row, i]) * num_heads + head) * size
+                dt, decay = read_inputs(temporal_state, place, b_B[:d_state], b_x[:head_dim])
+                for quad in range(num_quads):  # outputs that nobody looks at
+                    scan_four_rows(flat_state, b_B, b_C, b_x, b_y, quad * ROWS, num_chunks, decay, dt, D[head])
             for token in range(start, stop):
                 dt = dt_raw[token * dt_stride + head] + dt_bias[head]
                 if dt <= LINEAR_ABOVE:
@@ -297,4 +328,7 @@ def _scan(
                 copy_values(y[token, head], b_y[:head_dim])
                 if state_block[token] >= 0:
                     place = (np.int64(state_block[token]) * num_heads + head) * size
-                    leave_state(state, temporal_state, place, head_dim, d_state)
+                    if is_deferring[row] != 0 and token > start:
+                        leave_inputs(temporal_state, place, b_B[:d_state], b_x[:head_dim], dt, decay)
+                    else:
+                        leave_state(state, temporal_state, place, head_dim, d_state)

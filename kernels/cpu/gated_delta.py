@@ -15,10 +15,13 @@ from mambalign.kernels.cpu.conv_scan import (
     LINEAR_ABOVE,
     address_of,
     copy_values,
+    deferral_addresses,
     floats_at,
     ints,
     ints_at,
+    leave_inputs,
     leave_state,
+    read_inputs,
     read_state,
     row_addresses,
     share,
@@ -47,7 +50,7 @@ def gated_delta_rule(
     o = torch.empty(num_tokens, num_heads, v_dim, dtype=torch.float32)
     arguments = [number for t in inputs for number in (address_of(t), t.stride(0))]
     arguments += [A.data_ptr(), dt_bias.data_ptr(), temporal_state.data_ptr(), len(temporal_state), o.data_ptr()]
-    arguments += [num_tokens, num_heads, v_dim, key_heads, k_dim, *row_addresses(rows)]
+    arguments += [num_tokens, num_heads, v_dim, key_heads, k_dim, *row_addresses(rows), *deferral_addresses(rows)]
     share(lambda first, last: _scan(*arguments, first, last), num_heads, 2 * o.numel() * k_dim)
     return o
 
@@ -58,12 +61,12 @@ def _copy_scaled(out, values, scale):
         out[i] = values[i] * scale
 
 
-@njit(f"void({ints(30)})", cache=True, nogil=True)
+@njit(f"void({ints(34)})", cache=True, nogil=True)
 def _scan(
     q, q_stride, k, k_stride, v, v_stride, a_raw, a_stride, b_raw, b_stride, A, dt_bias, temporal_state, num_blocks, o,
     num_tokens, num_heads, v_dim, key_heads, k_dim,
     query_start, query_len, conv_block, conv_offset, temporal_block, is_decode, state_block, num_rows,
-    first_head, last_head,
+    is_deferring, num_replays, replay_block, num_spec_tokens, first_head, last_head,
 ):  # fmt: skip
     """Heads first .. last of all rows. Buffers are whole vectors wide; what is past the end of one stays zero."""
     q, k = floats_at(q, num_tokens * q_stride), floats_at(k, num_tokens * k_stride)
@@ -74,6 +77,8 @@ def _scan(
     o = floats_at(o, (num_tokens, num_heads, v_dim))
     query_start, query_len = ints_at(query_start, num_rows), ints_at(query_len, num_rows)
     temporal_block, state_block = ints_at(temporal_block, num_rows), ints_at(state_block, num_tokens)
+    is_deferring, num_replays = ints_at(is_deferring, num_rows), ints_at(num_replays, num_rows)
+    replay_block = ints_at(replay_block, (num_rows, num_spec_tokens))
     num_chunks, num_quads = -(-k_dim // LANES), -(-v_dim // ROWS)
     state = np.zeros((num_quads * ROWS, num_chunks * LANES), np.float32)
     flat_state = state.reshape(-1)
@@ -90,6 +95,11 @@ def _scan(
             if temporal_block[row] >= 0:
                 place = (np.int64(temporal_block[row]) * num_heads + head) * size
                 read_state(state, temporal_state, place, v_dim, k_dim)
+            for i in range(num_replays[row]):
+                place = (np.int64(replay_block[row, i]) * num_heads + head) * size
+                decay, beta = read_inputs(temporal_state, place, b_k[:k_dim], b_v[:v_dim])
+                for quad in range(num_quads):  # outputs that nobody looks at
+                    delta_four_rows(flat_state, b_k, b_q, b_v, b_o, quad * ROWS, num_chunks, decay, beta, one)
             for token in range(start, stop):
                 step = a_raw[token * a_stride + head] + dt_bias[head]
                 if step <= LINEAR_ABOVE:
@@ -110,4 +120,7 @@ def _scan(
                 copy_values(o[token, head], b_o[:v_dim])
                 if state_block[token] >= 0:
                     place = (np.int64(state_block[token]) * num_heads + head) * size
-                    leave_state(state, temporal_state, place, v_dim, k_dim)
+                    if is_deferring[row] != 0 and token > start:
+                        leave_inputs(temporal_state, place, b_k[:k_dim], b_v[:v_dim], decay, beta)
+                    else:
+                        leave_state(state, temporal_state, place, v_dim, k_dim)

@@ -10,7 +10,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -20,9 +20,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mambalign.kernels import causal_conv1d, gated_delta_chunk_solve, mamba2_chunk_scan, mamba2_scan
+from mambalign.kernels import causal_conv1d, gated_delta_chunk_solve, mamba2_chunk_scan, mamba2_scan, scan_tiles
 from mambalign.kernels.mamba2_chunk_scan import CHUNK, TILES
-from mambalign.kernels.rows import MambaRows
+from mambalign.kernels.rows import Deferral, MambaRows
+from mambalign.kernels.scan_tiles import has_room_for_inputs
 from mambalign.kernels.tolerances import tolerance
 
 MAX_DRAFTS = 7
@@ -41,6 +42,8 @@ class Row:
     conv_offset: int = 0
     is_decode: bool = False
     keep: dict[int, int] = field(default_factory=dict)  # token of the row -> block
+    is_deferring: bool = False
+    replays: list[int] = field(default_factory=list)  # blocks of drafts that the last step deferred, and were kept
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,11 @@ EVERYWHERE = pytest.mark.parametrize("path", ["reference", "cpu"])
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = pytest.mark.usefixtures("device")  # without a GPU
 LAYOUTS = pytest.mark.parametrize("layout", ["SD", "DS"])
-IMPORTED = (mamba2_scan, gated_delta_chunk_solve)  # by other modules for their device functions or kernels, in order
+IMPORTED = (
+    scan_tiles,
+    mamba2_scan,
+    gated_delta_chunk_solve,
+)  # by other modules for their device functions or kernels, in order
 
 
 @cache
@@ -160,6 +167,7 @@ class Layer:
             is_decode=column([row.is_decode for row in rows], 0),
             state_block=state_block.to(self.device),
             all_decode=all(row.is_decode for row in rows),
+            deferral=deferral_of(rows, column),
         )
         wide = wide.to(self.device)
         xbc, dt = wide[:, 3 : 3 + s.conv_dim], wide[:, 3 + s.conv_dim :]
@@ -256,6 +264,13 @@ def test_values(shape: Shape, path: str) -> None:
     check_values(Layer(shape, path), 70)
 
 
+def deferral_of(rows: list, column: Callable[[Iterable, int], torch.Tensor]) -> Deferral:
+    """Of rows with `is_deferring` and `replays`. column(values, padding) -> int32, inert rows included."""
+    blocks = [column([(row.replays + [0] * MAX_DRAFTS)[i] for row in rows], 0) for i in range(MAX_DRAFTS)]
+    of_rows = (column([row.is_deferring for row in rows], 0), column([len(row.replays) for row in rows], 0))
+    return Deferral(*of_rows, torch.stack(blocks, 1))
+
+
 def check_plain_conv(path: str, layout: str, lengths: list[int]) -> None:
     new_layer = partial(Layer, Shape(2, 1, 2, 3, 3), path, layout, plain_conv=True)
     check_values(new_layer(), 8)
@@ -270,13 +285,14 @@ class Text:
     columns: list[int]
     num_computed: int = 0
     num_accepted: int = 1
+    has_deferred: bool = False  # in its last step
     outputs: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def is_decode(self) -> bool:
         return self.num_computed >= self.prompt
 
-    def step(self, source: random.Random, spare: list[int]) -> tuple[Row, int]:
+    def step(self, source: random.Random, spare: list[int], may_defer: bool) -> tuple[Row, int]:
         """The next step, and how many of its tokens will be final; the other inputs are noise."""
         rest = slice(self.num_computed, None)
         xbc, dt, running = self.xbc[rest], self.dt[rest], self.columns[0]
@@ -290,8 +306,15 @@ class Text:
         xbc, dt = xbc[:q].clone(), dt[:q].clone()
         xbc[final:], dt[final:] = 1e3, 1e3
         bias = self.num_accepted - 1
-        keep = dict(enumerate(self.columns[:q]))
-        return Row(xbc, dt, running, self.columns[bias], bias, True, keep), final
+        keep, (live, replays) = dict(enumerate(self.columns[:q])), where_live(self)
+        self.has_deferred = may_defer and source.random() < 0.7
+        return Row(xbc, dt, running, live, bias, True, keep, self.has_deferred, replays), final
+
+
+def where_live(text) -> tuple[int, list[int]]:
+    """The block of the state that a text's next step starts from, and those of drafts that it runs again."""
+    kept = text.columns[: text.num_accepted]
+    return (kept[0], kept[1:]) if text.has_deferred else (kept[-1], [])
 
 
 def check_schedule(layer: Layer, lengths: list[int], seed: int) -> None:
@@ -306,7 +329,7 @@ def check_schedule(layer: Layer, lengths: list[int], seed: int) -> None:
     while waiting := [text for text in texts if text.num_computed < len(text.xbc)]:
         chosen = source.sample(waiting, source.randint(1, len(waiting)))
         spare = boundary_blocks[:]
-        steps = [text.step(source, spare) for text in chosen]
+        steps = [text.step(source, spare, has_room_for_inputs(layer.temporal_state)) for text in chosen]
         for text, (_, final), y in zip(chosen, steps, layer.run([row for row, _ in steps], source), strict=True):
             text.outputs.append(y[:final])
             text.num_accepted = final if text.is_decode else 1
@@ -435,8 +458,7 @@ def test_triton_in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     wide_conv = Layer(shape, "triton").run_whole(xbc, dt)
     for name, value in {"BLOCK_T": 4, "BLOCK_C": 8, "BLOCK_KEPT": 4}.items():
         monkeypatch.setattr(conv, name, value)
-    monkeypatch.setattr(scan, "THREAD_ELEMENTS", 1)
-    monkeypatch.setattr(scan, "NUM_WARPS", 1)
+    monkeypatch.setattr(scan, "tile_of", lambda rows, columns: (4, 1))
     layer = Layer(shape, "triton", "DS")
     keep = {0: 3, 5: 4, 6: 5, 10: 1}
     assert torch.equal(layer.run([Row(xbc, dt, 1, keep=keep)])[0], wide_conv)
@@ -508,9 +530,11 @@ from mambalign.kernels import causal_conv1d as conv, mamba2_chunk_scan as chunks
 
 FP32 = ("p_weight", "p_bias", "p_A", "p_D", "p_dt_bias", "p_dt", "p_decay", "p_BC", "p_temporal_state")
 INTS = ("query_start", "query_len", "conv_block", "conv_offset", "temporal_block", "is_decode", "state_block")
+INTS += ("is_deferring", "num_replays", "replay_block")
 
 def build(kernel, kind, constants, num_warps=4):
-    kinds = dict.fromkeys(FP32, "*fp32") | {"p_" + name: "*i32" for name in INTS} | {"dt_min": "fp32"}
+    kinds = dict.fromkeys(FP32, "*fp32") | {"p_" + name: "*i32" for name in INTS}
+    kinds |= {"dt_min": "fp32", "num_spec_tokens": "i32"}
     if kernel is scan.mamba2_scan_kernel or kernel is chunks.mamba2_chunk_scan_kernel:
         kinds["p_y"] = "*fp32"
     names = kernel.arg_names
@@ -535,7 +559,7 @@ for kind, heads, head_dim, groups, d_state in (("bf16", 128, 64, 8, 128), ("fp32
     sizes |= {"NUM_GROUPS": groups, "GROUP_HEADS": heads // groups, "HEAD_DIM": head_dim, "D_STATE": d_state}
     sizes |= {"BC_WIDTH": bc, "BLOCK_H": heads, "BLOCK_N": bc, "BLOCK_I": d_state // 4}
     build(scan.scan_inputs_kernel, kind, sizes)
-    rows = 32 * scan.NUM_WARPS * scan.THREAD_ELEMENTS // d_state
+    rows, _ = scan.tile_of(head_dim, d_state)
     build(scan.mamba2_scan_kernel, kind, sizes | {"BLOCK_P": rows}, scan.NUM_WARPS)
     if kind == "bf16":
         tiles = chunks.TILES
