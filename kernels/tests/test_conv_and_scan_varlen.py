@@ -458,7 +458,7 @@ def test_triton_in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     wide_conv = Layer(shape, "triton").run_whole(xbc, dt)
     for name, value in {"BLOCK_T": 4, "BLOCK_C": 8, "BLOCK_KEPT": 4}.items():
         monkeypatch.setattr(conv, name, value)
-    monkeypatch.setattr(scan, "tile_of", lambda rows, columns: (4, 1))
+    monkeypatch.setattr(scan, "tile_of", lambda rows, columns: (4, 2))
     layer = Layer(shape, "triton", "DS")
     keep = {0: 3, 5: 4, 6: 5, 10: 1}
     assert torch.equal(layer.run([Row(xbc, dt, 1, keep=keep)])[0], wide_conv)

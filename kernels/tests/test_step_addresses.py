@@ -20,15 +20,16 @@ def make_step(num_rows: int, seed: int) -> dict[str, torch.Tensor | int]:
         return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
 
     tokens = torch.arange(5 * num_rows)
+    num_computed = ints(0, 2, num_rows) * ints(4, 300, num_rows)
     return dict(
         row=tokens // 5,
         offset=tokens % 5,
         boundary_block=ints(-1, 50, 5 * num_rows).long(),
         query_len=ints(0, 6, num_rows),
         is_decode=ints(0, 2, num_rows),
-        num_computed=ints(0, 2, num_rows) * ints(4, 300, num_rows),
+        num_computed=num_computed,
         running_column=ints(0, 7, num_rows),
-        num_accepted=ints(0, 4, num_rows),
+        num_accepted=ints(0, 4, num_rows).minimum(num_computed + 1),  # no more than there are
         table=ints(1 << 29, 1 << 30, num_rows, 9),
         num_spec_tokens=3,
         defer_within=16,
