@@ -22,6 +22,7 @@ from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.mamba2_scan import time_steps
 from mambalign.kernels.rows import ROW_POINTERS, MambaRows, walk_tokens
 from mambalign.kernels.scan_tiles import (
+    DELTA_ELEMENTS,
     NUM_WARPS,
     leave_inputs,
     load_left_inputs,
@@ -323,7 +324,7 @@ def gated_delta_rule_varlen_triton(
         q.stride(0), a_raw.stride(0), key_heads, group, k_dim, power(group), power(k_dim), NORM_EPS, num_warps=1,
         **pdl(v.device),
     )  # fmt: skip
-    (block_v, block_i), deferral = tile_of(v_dim, k_dim), rows.deferral
+    (block_v, block_i), deferral = tile_of(v_dim, k_dim, DELTA_ELEMENTS), rows.deferral
     gated_delta_rule_kernel[num_heads * triton.cdiv(v_dim, block_v), len(rows.query_start)](
         v, kq, gates, qk, temporal_state, o,
         rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,

@@ -19,6 +19,7 @@ from mambalign.kernels.activation import SOFTPLUS_LINEAR_ABOVE, softplus
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.rows import ROW_POINTERS, MambaRows, walk_tokens
 from mambalign.kernels.scan_tiles import (
+    MAMBA2_ELEMENTS,
     NUM_WARPS,
     leave_inputs,
     load_left_inputs,
@@ -315,7 +316,7 @@ def mamba2_scan_varlen_triton(
         dt_raw, A, dt_bias, dt_min, B, C, dt, decay, BC,
         dt_raw.stride(0), B.stride(0), num_heads, bc_width, power(num_heads), power(bc_width), **pdl(x.device),
     )  # fmt: skip
-    (block_p, block_i), deferral = tile_of(head_dim, d_state), rows.deferral
+    (block_p, block_i), deferral = tile_of(head_dim, d_state, MAMBA2_ELEMENTS), rows.deferral
     mamba2_scan_kernel[num_heads * triton.cdiv(head_dim, block_p), len(rows.query_start)](
         x, dt, decay, BC, D, temporal_state, y,
         rows.query_start, rows.query_len, rows.temporal_block, rows.state_block,

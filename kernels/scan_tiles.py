@@ -9,24 +9,32 @@ import torch
 import triton
 import triton.language as tl
 
-THREAD_ELEMENTS = 32  # of the state, in registers
 NUM_WARPS = 2  # of a program
+# Elements of the state that a thread keeps in registers. With 64, decode rows of 8B's heads take 10% less time on an
+# H200, but one long prompt 17% more; for the delta rule's heads decode takes 9 to 15% less, and a prompt no more.
+MAMBA2_ELEMENTS = 32
+DELTA_ELEMENTS = 64
 NUM_SCALARS = 2
 
 
-def tile_of(num_rows: int, num_columns: int) -> tuple[int, int]:
+def tile_of(num_rows: int, num_columns: int, thread_elements: int) -> tuple[int, int]:
     """(rows of a program's tile, columns of a quarter of it), powers of 2, for a head's state [rows, columns]."""
     block_i = triton.next_power_of_2(triton.cdiv(num_columns, 4))
-    return min(triton.next_power_of_2(num_rows), max(1, 32 * NUM_WARPS * THREAD_ELEMENTS // (4 * block_i))), block_i
+    return min(triton.next_power_of_2(num_rows), max(1, 32 * NUM_WARPS * thread_elements // (4 * block_i))), block_i
 
 
 def has_room_for_inputs(temporal_state: torch.Tensor) -> bool:
-    """Whether the smallest tile of a state [blocks, heads, rows, columns] can hold what a draft leaves in it."""
+    """Whether a state [blocks, heads, rows, columns] holds what a draft leaves: each tile of either recurrence does."""
     num_rows, num_columns = temporal_state.shape[2:]
-    tile_rows, _ = tile_of(num_rows, num_columns)
     row_bytes = num_columns * temporal_state.element_size()
-    needed = 4 * (num_columns + tile_rows + NUM_SCALARS)
-    return row_bytes % 4 == 0 and ((num_rows - 1) % tile_rows + 1) * row_bytes >= needed
+    if row_bytes % 4:
+        return False
+    for thread_elements in (MAMBA2_ELEMENTS, DELTA_ELEMENTS):
+        tile_rows, _ = tile_of(num_rows, num_columns, thread_elements)
+        rows_of_last = (num_rows - 1) % tile_rows + 1
+        if rows_of_last * row_bytes < 4 * (num_columns + tile_rows + NUM_SCALARS):
+            return False
+    return True
 
 
 @triton.jit

@@ -458,7 +458,7 @@ def test_triton_in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     wide_conv = Layer(shape, "triton").run_whole(xbc, dt)
     for name, value in {"BLOCK_T": 4, "BLOCK_C": 8, "BLOCK_KEPT": 4}.items():
         monkeypatch.setattr(conv, name, value)
-    monkeypatch.setattr(scan, "tile_of", lambda rows, columns: (4, 2))
+    monkeypatch.setattr(scan, "tile_of", lambda *_: (4, 2))
     layer = Layer(shape, "triton", "DS")
     keep = {0: 3, 5: 4, 6: 5, 10: 1}
     assert torch.equal(layer.run([Row(xbc, dt, 1, keep=keep)])[0], wide_conv)
@@ -559,7 +559,7 @@ for kind, heads, head_dim, groups, d_state in (("bf16", 128, 64, 8, 128), ("fp32
     sizes |= {"NUM_GROUPS": groups, "GROUP_HEADS": heads // groups, "HEAD_DIM": head_dim, "D_STATE": d_state}
     sizes |= {"BC_WIDTH": bc, "BLOCK_H": heads, "BLOCK_N": bc, "BLOCK_I": d_state // 4}
     build(scan.scan_inputs_kernel, kind, sizes)
-    rows, _ = scan.tile_of(head_dim, d_state)
+    rows, _ = scan.tile_of(head_dim, d_state, scan.MAMBA2_ELEMENTS)
     build(scan.mamba2_scan_kernel, kind, sizes | {"BLOCK_P": rows}, scan.NUM_WARPS)
     if kind == "bf16":
         tiles = chunks.TILES
