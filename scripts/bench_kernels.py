@@ -25,7 +25,7 @@ from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.linear_triton import linear_on_gpu
 from mambalign.kernels.mamba2_chunk_scan import TILES, ChunkTiles, mamba2_chunk_scan_varlen_triton
 from mambalign.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_gated
-from mambalign.kernels.rows import MambaRows
+from mambalign.kernels.rows import Deferral, MambaRows
 from mambalign.kernels.sampling import argmax_rows
 from mambalign.kernels.verify_drafts import verify_drafts
 
@@ -120,13 +120,18 @@ def bench_row_kernels(bench: Bench, rows: list[int]) -> None:
             bench.report(name, m, [call] * CALLS, bench.limit_us(num_bytes))
 
 
-def mamba_rows(num_rows: int, q: int, keep_all: bool) -> MambaRows:
-    """Decode rows of q tokens, or prefill rows that keep their last state; row r owns q + 1 blocks."""
+def mamba_rows(num_rows: int, q: int, keep_all: bool, defers: bool = False) -> MambaRows:
+    """Decode rows of q tokens, or prefill rows that keep their last state; row r owns q + 1 blocks.
+
+    defers: rows that leave their drafts' inputs, and run one draft of the step before again.
+    """
     decode = q <= DRAFTS + 1
     kept = [r * (q + 1) + 1 + t if keep_all or t == q - 1 else -1 for r in range(num_rows) for t in range(q)]
     if not decode:
         kept = [r if t == q - 1 else -1 for r in range(num_rows) for t in range(q)]
     blocks = [r * (q + 1) if decode else r for r in range(num_rows)]
+    left = int32([r * (q + 1) + 2 + i for r in range(num_rows) for i in range(DRAFTS)]).view(num_rows, DRAFTS)
+    ones = int32([1] * num_rows)
     return MambaRows(
         query_start=int32(q * r for r in range(num_rows)),
         query_len=int32([q] * num_rows),
@@ -137,6 +142,7 @@ def mamba_rows(num_rows: int, q: int, keep_all: bool) -> MambaRows:
         is_decode=int32([int(decode)] * num_rows),
         state_block=int32(kept),
         all_decode=decode,
+        deferral=Deferral(ones, ones, left) if defers else None,
     )
 
 
@@ -152,14 +158,14 @@ def bench_mamba(bench: Bench) -> None:
     """Conv and scan of one layer: verification of drafts in a full batch, one request, and one long prompt."""
     scan, conv = find("mamba2_scan", "mamba2_scan_varlen"), find("causal_conv1d", "causal_conv1d_varlen")
     conv_weight, conv_bias = torch.randn(CONV_WIDTH, CONV_DIM, device=DEVICE), torch.randn(CONV_DIM, device=DEVICE)
-    for num_rows, q, keep_all in ((128, 4, True), (128, 4, False), (128, 1, True), (1, 4, True), (1, 2048, False)):
-        rows, tokens = mamba_rows(num_rows, q, keep_all), num_rows * q
+    for num_rows, q, kept in ((128, 4, "all"), (128, 4, "deferred"), (128, 1, ""), (1, 4, "all"), (1, 2048, "")):
+        rows, tokens = mamba_rows(num_rows, q, kept != "", kept == "deferred"), num_rows * q
         num_blocks = num_rows * (q + 1) if rows.all_decode else num_rows
         projected = half(tokens, IN_PROJ)
-        name = f"{num_rows} rows of {q}" + (", all kept" if keep_all and q > 1 else "")
+        name = f"{num_rows} rows of {q}" + (f", {kept} states" if kept else "")
         if scan:
             arguments = scan_arguments(projected, num_blocks, rows)
-            moved = num_rows * (1 + (q if keep_all else 1)) * 4 * HEADS * HEAD_DIM * D_STATE
+            moved = num_rows * (1 + (q if kept == "all" else 1)) * 4 * HEADS * HEAD_DIM * D_STATE
             limit = bench.limit_us(moved + tokens * (2 * CONV_DIM + 4 * MAMBA_WIDTH))
             bench.report(f"scan {name}", tokens, [partial(scan, *arguments)] * CALLS, limit)
         for layout in ("SD", "DS") if conv else ():
@@ -215,13 +221,14 @@ def bench_delta(bench: Bench) -> None:
     key_width, width = DELTA_KEY_HEADS * DELTA_DIM, DELTA_HEADS * DELTA_DIM
     A, dt_bias = -torch.rand(DELTA_HEADS, device=DEVICE), torch.rand(DELTA_HEADS, device=DEVICE)
     for num_rows, q in ((1, 8192), (8, 1024), (32, DRAFTS + 1)):
-        rows, tokens = mamba_rows(num_rows, q, keep_all=q == DRAFTS + 1), num_rows * q
-        num_states, kept = (num_rows * (q + 1), q) if rows.all_decode else (num_rows, 1)
+        is_decode = q == DRAFTS + 1
+        rows, tokens = mamba_rows(num_rows, q, keep_all=is_decode, defers=is_decode), num_rows * q
+        num_states = num_rows * (q + 1) if is_decode else num_rows
         state = torch.zeros(num_states, DELTA_HEADS, DELTA_DIM, DELTA_DIM, device=DEVICE)
         qkv, gates = half(tokens, 2 * key_width + width), half(tokens, 2 * DELTA_HEADS)
         heads = [part.unflatten(1, (-1, DELTA_DIM)) for part in qkv.split([key_width, key_width, width], dim=1)]
         arguments = (*heads, *gates.split(DELTA_HEADS, dim=1), A, dt_bias, state, rows)
-        limit = bench.limit_us(num_rows * (1 + kept) * 4 * state[0].numel() + 2 * qkv.numel() + 4 * tokens * width)
+        limit = bench.limit_us(num_rows * 2 * 4 * state[0].numel() + 2 * qkv.numel() + 4 * tokens * width)
         for name, run in rules.items():
             if run and not (rows.all_decode and "chunks" in name):
                 num_calls = CALLS if rows.all_decode or "chunks" in name else 2

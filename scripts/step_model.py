@@ -84,9 +84,9 @@ class StepModel:
         return seconds
 
     def decode_seconds(self, machine: Machine, num_rows: int, context: int) -> float:
-        """A step of `num_rows` rows with all their drafts: states read once and left after each of S+1 tokens."""
+        """A step of `num_rows` rows with all their drafts, whose states are deferred: one read, one left."""
         num_tokens = num_rows * (self.num_spec_tokens + 1)
-        states = num_rows * (self.temporal_bytes * (2 + self.num_spec_tokens) + 2 * self.conv_bytes)
+        states = num_rows * 2 * (self.temporal_bytes + self.conv_bytes)
         return (
             self._matmuls(machine, self.layer_params, num_tokens)
             + self._matmuls(machine, self.head_params, num_tokens)
