@@ -5,6 +5,7 @@ of exactly the smallest size. Faults planted in the rules must be found: a test 
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -15,17 +16,19 @@ from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import PrecopyInfo, cdiv
 from mambalign.worker.sampling_params import SamplingParams
 from mambalign.worker.tests import symbolic_runner
-from mambalign.worker.tests.symbolic_memory import ZERO, SymbolicLimits, true_text
+from mambalign.worker.tests.symbolic_memory import ZERO, Inputs, SymbolicLimits, true_text
 from mambalign.worker.tests.symbolic_runner import Row, SymbolicRunner
 
-NUM_SEEDS = 4000
+NUM_SEEDS = 3000
 NUM_FAULT_SEEDS = 1500
 PARAMS = SamplingParams(max_tokens=1000, seed=0)
 
 
 def draw_limits(rng: random.Random, num_spec_tokens: int | None = None, block_tokens: int | None = None):
     spec = rng.randint(0, 8) if num_spec_tokens is None else num_spec_tokens
-    block = rng.choice([spec + 1, spec + 1, spec + 2, spec + 3, 2 * spec + 2]) if block_tokens is None else block_tokens
+    tight = [spec + 1, spec + 1, spec + 2, spec + 3, 2 * spec + 2]
+    roomy = [rng.randint(2 * spec + 2, 4 * spec + 6)] * 3  # where rows defer
+    block = rng.choice(tight + roomy) if block_tokens is None else block_tokens
     max_len = rng.randint(2 * block, 4 * block + 12)
     lookahead = rng.choice([0, max(1, spec)])
     chunks = [size for size in range(2, block + 1) if block % size == 0]
@@ -186,6 +189,9 @@ def test_no_state_goes_astray() -> None:
     assert sum(d.runner.num_biased_precopies for d in drivers) > NUM_SEEDS / 2
     assert sum(d.runner.num_postcopies for d in drivers) > NUM_SEEDS
     assert sum(d.num_by_chunk for d in drivers) > NUM_SEEDS and sum(d.num_replayed for d in drivers) > NUM_SEEDS / 10
+    assert sum(d.runner.num_replays for d in drivers) > NUM_SEEDS
+    turns = sum((d.runner.turns for d in drivers), Counter())
+    assert len(turns) == 4 and min(turns.values()) > NUM_SEEDS / 4, turns
 
 
 @pytest.mark.parametrize("num_spec_tokens", [0, 1, 3, 8])
@@ -203,6 +209,21 @@ def test_block_of_s_tokens_is_too_small(num_spec_tokens: int) -> None:
     with pytest.raises(AssertionError):
         run_seeds(NUM_FAULT_SEEDS, num_spec_tokens=num_spec_tokens, block_tokens=num_spec_tokens)
     run_seeds(100, num_spec_tokens=num_spec_tokens, block_tokens=num_spec_tokens + 1)
+
+
+@pytest.mark.parametrize("num_spec_tokens", [1, 2, 3, 8])
+def test_row_defers_wherever_it_may(num_spec_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At no other place of a block can a step leave inputs, but at the last, whose only copy is its first token's."""
+    right = symbolic_runner.may_defer
+    for block_tokens in (2 * num_spec_tokens + 1, 2 * num_spec_tokens + 2, 3 * num_spec_tokens + 3):
+        options = {"num_spec_tokens": num_spec_tokens, "block_tokens": block_tokens}
+        for place in [p for p in range(block_tokens) if not right(p, block_tokens, num_spec_tokens)]:
+            monkeypatch.setattr(symbolic_runner, "may_defer", lambda n, B, S: right(n, B, S) or n % B == place)  # noqa: B023
+            if place == block_tokens - 1:
+                run_seeds(100, **options)
+            else:
+                with pytest.raises(AssertionError):
+                    run_seeds(NUM_FAULT_SEEDS, **options)
 
 
 # Faults in the column rules: (module, name, wrong function of the right one)
@@ -248,6 +269,11 @@ def one_spec_column_less(right: Callable) -> Callable:
     return lambda n, c, q, block_tokens, spec: right(n, c, q, block_tokens, spec - 1)
 
 
+def may_defer_ahead(factor: int, more: int) -> Callable:
+    """Looks `factor` S + `more` tokens ahead."""
+    return lambda right: lambda n, block_tokens, spec: n // block_tokens == (n + factor * spec + more) // block_tokens
+
+
 def column_may_move_back(right: Callable) -> Callable:
     return lambda c, n, q, block_tokens: cdiv(n + q, block_tokens) - 1
 
@@ -261,6 +287,10 @@ RULE_FAULTS = {
     "run that ends on the boundary": (symbolic_runner, "postcopy", postcopy_only_inside),
     "one spec column less": (mamba_columns, "decode_columns", one_spec_column_less),
     "column moves back": (mamba_columns, "next_column", column_may_move_back),
+    "defers one token too long": (symbolic_runner, "may_defer", may_defer_ahead(2, 0)),
+    "defers without regard to the next step": (symbolic_runner, "may_defer", may_defer_ahead(1, 1)),
+    "defers up to the boundary": (symbolic_runner, "may_defer", may_defer_ahead(1, 0)),
+    "always defers": (symbolic_runner, "may_defer", lambda right: lambda n, block_tokens, spec: True),
 }
 
 
@@ -325,9 +355,82 @@ class DecodeByLength(SymbolicRunner):
         if row.q > 1 or row.n == 0:
             super()._forward_prefill(row)
             return
-        row.carry = self.memory.carry[self._live(row)]
+        running = self._block(row, int(self.batch.mamba_state_idx[row.index]))
+        row.carry = self.memory.carry[running]
         self._forward_decode(row)
-        self.memory.temporal[self._live(row)] = row.text.states[row.n]
+        self.memory.temporal[running] = row.text.states[row.n]
+
+
+class JudgesLastStepByThisOne(SymbolicRunner):
+    def _has_deferred(self, row: Row) -> bool:
+        return int(self.batch.num_accepted[row.index]) > 1 and self._may_defer(row.n)
+
+
+class JudgesLastStepByItsDrafts(SymbolicRunner):
+    """By where its first draft lies, from whose inputs on it deferred."""
+
+    def _has_deferred(self, row: Row) -> bool:
+        a = int(self.batch.num_accepted[row.index])
+        return a > 1 and self._may_defer(row.n - a + 1)
+
+
+class AlwaysReplays(SymbolicRunner):
+    """Also drafts whose states were left."""
+
+    def _has_deferred(self, row: Row) -> bool:
+        return int(self.batch.num_accepted[row.index]) > 1
+
+
+class NeverReplays(SymbolicRunner):
+    """Takes what lies in the last draft's column for its state."""
+
+    def _has_deferred(self, row: Row) -> bool:
+        return False
+
+
+class ReplaysOneLess(SymbolicRunner):
+    def _num_replays(self, row: Row) -> int:
+        return max(0, super()._num_replays(row) - 1)
+
+
+class ReplaysOneMore(SymbolicRunner):
+    """Also the first draft that was rejected."""
+
+    def _num_replays(self, row: Row) -> int:
+        num_replays = super()._num_replays(row)
+        return num_replays and num_replays + 1
+
+
+class ReplaysWhereverItMayDefer(SymbolicRunner):
+    """Runs drafts again only in a step that defers itself."""
+
+    def _num_replays(self, row: Row) -> int:
+        return super()._num_replays(row) if self._may_defer(row.n) else 0
+
+
+class DefersFirstToken(SymbolicRunner):
+    def _forward_decode(self, row: Row) -> None:
+        super()._forward_decode(row)
+        if self._may_defer(row.n):
+            running = self._block(row, int(self.batch.mamba_state_idx[row.index]))
+            self.memory.temporal[running] = Inputs(row.fed[0])
+
+
+class PrefillDefers(SymbolicRunner):
+    def _forward_prefill(self, row: Row) -> None:
+        super()._forward_prefill(row)
+        if self._may_defer(row.n) and row.q > 1:
+            running = self._block(row, int(self.batch.mamba_state_idx[row.index]))
+            self.memory.temporal[running] = Inputs(row.fed[-1])
+
+
+class CountLostWithDeferral(SymbolicRunner):
+    """A row that deferred starts from its first token, as if none of its drafts had been kept."""
+
+    def _move(self, row: Row) -> PrecopyInfo:
+        if self._has_deferred(row):
+            self.batch.num_accepted[row.index] = 1
+        return super()._move(row)
 
 
 @pytest.mark.parametrize(
@@ -340,6 +443,16 @@ class DecodeByLength(SymbolicRunner):
         BoundaryWindowFromZeros,
         DrafterSkipsPlainRows,
         DecodeByLength,
+        JudgesLastStepByThisOne,
+        JudgesLastStepByItsDrafts,
+        AlwaysReplays,
+        NeverReplays,
+        ReplaysOneLess,
+        ReplaysOneMore,
+        ReplaysWhereverItMayDefer,
+        DefersFirstToken,
+        PrefillDefers,
+        CountLostWithDeferral,
     ],
 )
 def test_wrong_runner_is_found(runner_class: type[SymbolicRunner]) -> None:
