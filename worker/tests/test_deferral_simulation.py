@@ -7,7 +7,9 @@ Faults planted in the rule and in the runner must be found by a row that is driv
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from mambalign.kernels.step_addresses import state_blocks_reference
 from mambalign.worker.tests import symbolic_runner
 from mambalign.worker.tests.symbolic_driver import run_seeds
 from mambalign.worker.tests.symbolic_memory import Inputs
@@ -17,6 +19,37 @@ from mambalign.worker.tests.symbolic_runner import SymbolicRunner
 NUM_FAULT_SEEDS = 1500
 COPIED = "copied as a state"  # what a rule that is too wide ends in
 Rule = Callable[[int, int, int], bool]  # may_defer
+
+
+class AddressedRunner(SymbolicRunner):
+    """Looks up what it does at the addresses that the kernels get."""
+
+    def _forward_decode(self, row: Row) -> None:
+        memory, states, batch, i = self.memory, row.text.states, self.batch, row.index
+        offset = torch.arange(row.q)
+        of_row = [row.q, row.scheduled.is_decode, row.n, batch.mamba_state_idx[i], batch.num_accepted[i]]
+        state_block, _, temporal_block, _, deferral = state_blocks_reference(
+            torch.zeros_like(offset),
+            offset,
+            torch.full_like(offset, -1),
+            *torch.tensor([[int(number)] for number in of_row], dtype=torch.int32),
+            torch.from_numpy(batch.mamba_block_table[i : i + 1]),
+            self.limits.num_spec_tokens,
+            self.limits.mamba_block_tokens,
+        )
+        first = row.n - int(deferral.num_replays)
+        assert memory.temporal[int(temporal_block)] == states[first]
+        replayed = deferral.replay_block[0, : int(deferral.num_replays)].tolist()
+        assert [memory.temporal[block] for block in replayed] == [Inputs(s) for s in states[first + 1 : row.n + 1]]
+        super()._forward_decode(row)
+        left = [memory.temporal[block] for block in state_block.tolist()]
+        behind = [Inputs(state) for state in row.fed[1:]] if deferral.is_deferring else row.fed[1:]
+        assert left == [row.fed[0], *behind]
+
+
+def test_addresses_are_those_of_the_rule() -> None:
+    drivers = run_seeds(300, AddressedRunner)
+    assert sum(driver.runner.num_replays for driver in drivers) > 300
 
 
 def also_at(place: int) -> Rule:
