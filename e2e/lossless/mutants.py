@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 FAR_BLOCKS = ("-m", "pytest", "-q", "-x", "kernels/tests/test_precopy_mamba_align.py", "-k", "past_two_to_the_31")
+STEP_ADDRESSES = ("-m", "pytest", "-q", "-x", "kernels/tests/test_step_addresses.py")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ PRECOPY, POSTPROCESS = "kernels/precopy_mamba_align.py", "kernels/postprocess_ma
 PREPROCESS, COPY = "kernels/preprocess_mamba_align.py", "kernels/mamba_state_copy.py"
 SCHEDULER, BLOCKS = "engine/scheduler.py", "engine/request_blocks.py"
 CACHE, POOL = "engine/prefix_cache.py", "engine/block_pool.py"
-STEP, ROWS = "worker/model_step.py", "worker/forward_batch.py"
+STEP, ROWS, ADDRESSES = "worker/model_step.py", "worker/forward_batch.py", "kernels/step_addresses.py"
 
 MUTANTS = [
     Mutant(
@@ -184,15 +185,52 @@ MUTANTS = [
     ),
     Mutant(
         "first chunk reads a state",
-        "kernels/step_addresses.py",
+        ADDRESSES,
         "temporal_block = live.masked_fill(num_computed == 0, NOWHERE)",
         "temporal_block = live",
     ),
     Mutant(
         "conv window one slot further",
-        "kernels/step_addresses.py",
-        "return state_block.int(), conv_block, temporal_block, num_accepted - 1",
-        "return state_block.int(), conv_block, temporal_block, num_accepted",
+        ADDRESSES,
+        "return state_block.int(), conv_block, temporal_block, bias,",
+        "return state_block.int(), conv_block, temporal_block, num_accepted,",
+    ),
+    Mutant(
+        "deferral one token too far",
+        "kernels/rows.py",
+        "(num_computed + 2 * num_spec_tokens + 1) // block_tokens",
+        "(num_computed + 2 * num_spec_tokens) // block_tokens",
+    ),
+    Mutant(
+        "deferral one token too far in the kernel",
+        ADDRESSES,
+        "    ahead = 2 * num_spec_tokens + 1\n",
+        "    ahead = 2 * num_spec_tokens\n",
+        command=STEP_ADDRESSES,
+    ),
+    Mutant(
+        "deferral of the last step judged by where this one begins",
+        ADDRESSES,
+        "may_defer(num_computed - num_accepted, defer_within, num_spec_tokens)",
+        "may_defer(num_computed, defer_within, num_spec_tokens)",
+    ),
+    Mutant(
+        "a prompt's last token leaves its inputs",
+        ADDRESSES,
+        "may_defer(num_computed, defer_within, num_spec_tokens) & (is_decode != 0)",
+        "may_defer(num_computed, defer_within, num_spec_tokens)",
+    ),
+    Mutant(
+        "a kept draft not run again",
+        ADDRESSES,
+        "Deferral(defers.int(), replays, replay_block)",
+        "Deferral(defers.int(), (replays - 1).clamp(min=0), replay_block)",
+    ),
+    Mutant(
+        "the first draft run again in place of each",
+        "kernels/cpu/conv_scan.py",
+        "np.int64(replay_block[row, i])",
+        "np.int64(replay_block[row, 0])",
     ),
     Mutant(
         "a key behind the text is read",

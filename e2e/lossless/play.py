@@ -159,6 +159,7 @@ class Play:
             discarded=engine.num_discarded,
             drafts=engine.num_drafts,
             accepted=engine.num_accepted,
+            replays=engine.num_replays,
             states=engine.published.num_states,
             kv_blocks=engine.published.num_kv_blocks,
         )

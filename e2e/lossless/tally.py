@@ -30,6 +30,7 @@ class Tally:
     discarded: int = 0  # rows whose result came too late
     drafts: int = 0
     accepted: int = 0
+    replays: int = 0  # drafts run again from their inputs, where no state of theirs was left
     states: int = 0  # published and compared
     kv_blocks: int = 0
     mismatches: int = 0
@@ -107,6 +108,7 @@ MUST_HAPPEN = (
         "cut_rows",
         "discarded",
         "accepted",
+        "replays",
     ),
     *("steps_ahead", "states"),
 )

@@ -1,6 +1,7 @@
 """A real engine in this process with everything that can be watched watched, at every step."""
 
 from collections import Counter
+from copy import copy
 from unittest import mock
 
 import torch
@@ -16,8 +17,11 @@ from mambalign.engine.core import EngineCore
 from mambalign.engine.messages import EngineOutput
 from mambalign.engine.request import Request
 from mambalign.worker.batch import RowResult, RunnerOutput, SchedulerOutput
+from mambalign.worker.forward_batch import ForwardBatch
 from mambalign.worker.mamba_columns import NULL_BLOCK
 from mambalign.worker.mamba_utils import MambaSpecDecodeGPUContext
+from mambalign.worker.model_step import ModelStep
+from mambalign.worker.state_cache import StateCache
 
 
 class WatchedEngine:
@@ -44,6 +48,8 @@ class WatchedEngine:
             self._poison.spread()
         self.moves: Counter[int] = Counter()  # rows whose state moved before a pass, by token bias
         self._count_moves(self.core.runner.align_ctx)
+        self.num_replays = 0  # kept drafts that were run again, from the inputs that they left
+        self._count_replays(self.core.runner.step)
         self.hits: dict[str, int] = {}  # request -> cached tokens of its first admission
         self.num_drafts = self.num_accepted = self.num_drafted_rows = self.num_cut_rows = self.num_discarded = 0
         self.accepted_at = [0] * setup.spec_tokens
@@ -71,6 +77,16 @@ class WatchedEngine:
             run(num_reqs, idx_mapping=idx_mapping)
 
         ctx.run_fused_precopy = counted
+
+    def _count_replays(self, step: ModelStep) -> None:
+        forward = step.model.forward
+
+        def counted(batch: ForwardBatch, cache: StateCache) -> torch.Tensor:
+            self.num_replays += int(batch.mamba.deferral.num_replays.sum())
+            return forward(batch, cache)
+
+        step.model = copy(step.model)  # other engines run the same one
+        step.model.forward = counted
 
     def _watched_schedule(self) -> SchedulerOutput:
         scheduled = self._schedule()

@@ -5,6 +5,7 @@ MAMBALIGN_SIMULATION_SEEDS sets the number of seeds of each kind (default: some 
 
 import os
 import random
+from collections import Counter
 
 import pytest
 
@@ -115,6 +116,8 @@ def test_every_life_is_right(pools: str) -> None:
     assert sum(c.prefix_hits for c in counters) > NUM_SEEDS
     assert sum(e.runner.num_biased_precopies for e in engines) > NUM_SEEDS / 10
     assert sum(e.runner.num_postcopies for e in engines) > NUM_SEEDS
+    turns = sum((e.runner.turns for e in engines), Counter())
+    assert len(turns) == 4 and min(turns.values()) > NUM_SEEDS / 4, turns
     assert sum(e.num_steps_ahead for e in engines) > sum(e.num_steps for e in engines) / 5
     if pools == "big":
         assert not any(e.num_evictions for e in engines) and not any(c.preemptions for c in counters)

@@ -1,7 +1,8 @@
 """Memory of both pools that holds no numbers: each value is the name of the text that it is made of.
 
 A state is named by its prefix: so is the value of every KV slot (the tokens up to its own), drafter slot, conv input,
-temporal state and carry. What was never written is POISON. The model is a pure function of the prefix.
+temporal state and carry. What was never written is POISON. The model is a pure function of the prefix. In the place of
+a temporal state may lie the `Inputs` that it is made of.
 
 Where a prompt is scanned by chunks, the name also says where the chunk of each token began: to other bits it is another
 state.
@@ -16,6 +17,13 @@ ZERO = 0  # conv input of a position before the text
 NO_TOKENS = 1  # the state of the empty text
 
 Value = int | None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the recurrence takes of a prefix's last token: with the state before that token it makes `state`."""
+
+    state: int
 
 
 def extend(state: int, token_id: int, chunk_start: int | None = None) -> int:
@@ -83,7 +91,7 @@ class Memory:
     limits: SymbolicLimits
     kv: list[list[Value]] = field(init=False)
     drafter: list[list[Value]] = field(init=False)
-    temporal: list[Value] = field(init=False)
+    temporal: list[Value | Inputs] = field(init=False)
     carry: list[Value] = field(init=False)
     conv: list[list[Value]] = field(init=False)
 
@@ -115,5 +123,5 @@ class Memory:
     def contents_of_kv(self, block: int) -> tuple[Value, ...]:
         return (*self.kv[block], *self.drafter[block])
 
-    def contents_of_state(self, block: int) -> tuple[Value, ...]:
+    def contents_of_state(self, block: int) -> tuple[Value | Inputs, ...]:
         return (self.temporal[block], self.carry[block], *self.conv[block])

@@ -2,78 +2,32 @@
 
 The runner follows DESIGN section 2 on the names of `symbolic_memory` and asserts at every read that the value is the
 one for exactly that position of exactly that request's text (law 5), and at every write that the block is the row's
-alone, not published and not the null block (laws 1 and 4). The text that it must produce is known beforehand.
+alone, not published and not the null block (laws 1 and 4). A decode row that may defer leaves the inputs of its drafts
+in the places of their states, where only the replay of its next step may find them. The text that the runner must
+produce is known beforehand.
 """
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from mambalign.worker.batch import UNKNOWN_TOKEN, NewRow, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
+from mambalign.kernels.rows import may_defer
+from mambalign.worker.batch import UNKNOWN_TOKEN, RowResult, RunnerOutput, ScheduledRow, SchedulerOutput
 from mambalign.worker.input_batch import InputBatch
 from mambalign.worker.mamba_columns import NULL_BLOCK, PostcopyInfo, PrecopyInfo, cdiv, postcopy, precopy, table_width
-from mambalign.worker.sampling_params import SamplingParams
 from mambalign.worker.tests.symbolic_memory import (
     POISON,
     ZERO,
+    Inputs,
     Memory,
     SymbolicLimits,
     Value,
     extend,
-    states_of,
     true_token,
 )
+from mambalign.worker.tests.symbolic_rows import Row, Text
 
 DraftPlan = Callable[[str, int], tuple[int, int]]  # (request id, tokens of its text) -> (drafts, how many are right)
-
-
-@dataclass
-class Text:
-    """A request's text as the runner was told it, with the state after each prefix."""
-
-    token_ids: list[int]
-    states: list[int]
-    params: SamplingParams
-    choice: int
-    num_admitted_tokens: int
-    num_computed_tokens: int
-    draft_token_ids: list[int] = field(default_factory=list)
-    ran_decode: bool = False  # the last step was a decode row's
-
-    @classmethod
-    def from_new_row(cls, new: NewRow, chunk_tokens: int | None) -> "Text":
-        known = list(new.token_ids)
-        states = states_of(known, new.num_prompt_tokens, chunk_tokens)
-        return cls(known, states, new.params, new.choice, len(known), new.num_computed_tokens)
-
-    def extend(self, token_ids: list[int]) -> None:
-        for token_id in token_ids:
-            self.token_ids.append(token_id)
-            self.states.append(extend(self.states[-1], token_id))
-
-
-@dataclass
-class Row:
-    """One row in flight: its place in the batch, and what the step has done for it so far."""
-
-    scheduled: ScheduledRow
-    text: Text
-    index: int  # in the batch
-    fed: list[int] = field(default_factory=list)  # state after each token of the step, drafts right or wrong
-    carry: Value = POISON  # of a prefill row with n > 0, read before the step overwrites it
-    kept: list[int] = field(default_factory=list)
-
-    @property
-    def n(self) -> int:
-        return self.scheduled.num_computed_tokens
-
-    @property
-    def q(self) -> int:
-        return self.scheduled.num_tokens
-
-    @property
-    def num_final(self) -> int:
-        return self.n + (len(self.kept) if self.scheduled.is_decode else self.q)
 
 
 class SymbolicRunner:
@@ -96,6 +50,8 @@ class SymbolicRunner:
         self.postcopies: dict[str, PostcopyInfo] = {}
         self.spans: dict[str, tuple[int, int]] = {}  # of the last step, n before and after
         self.num_precopies = self.num_biased_precopies = self.num_postcopies = 0  # since start
+        self.num_replays = 0  # tokens
+        self.turns: Counter[tuple[bool, bool]] = Counter()  # of decode steps: the one before left inputs, this one does
 
     # what the owner of the pools tells
 
@@ -230,7 +186,7 @@ class SymbolicRunner:
     # before the forward pass
 
     def _move(self, row: Row) -> PrecopyInfo:
-        batch, i, memory = self.batch, row.index, self.memory
+        batch, i = self.batch, row.index
         c, a = int(batch.mamba_state_idx[i]), int(batch.num_accepted[i])
         assert 1 <= a <= self.limits.num_spec_tokens + 1 and (row.scheduled.is_decode or a == 1), f"num_accepted {a}"
         info = precopy(c, row.n, row.q, a, self.limits.mamba_block_tokens)
@@ -243,19 +199,41 @@ class SymbolicRunner:
             self.precopies[row.scheduled.request_id] = info
             self._moved(row)
         batch.mamba_state_idx[i] = info.dest_column
-        assert not row.n or memory.temporal[self._live(row)] == row.text.states[row.n], "the live state is another"
         return info
 
     def _moved(self, row: Row) -> None:
         """The live state is at the start of the running column now."""
         self.batch.num_accepted[row.index] = 1
 
-    def _live(self, row: Row) -> int:
-        return self._block(row, int(self.batch.mamba_state_idx[row.index] + self.batch.num_accepted[row.index]) - 1)
+    def _may_defer(self, n: int) -> bool:
+        return may_defer(n, self.limits.mamba_block_tokens, self.limits.num_spec_tokens)
+
+    def _has_deferred(self, row: Row) -> bool:
+        """Whether the last step left the inputs of drafts that the row kept."""
+        a = int(self.batch.num_accepted[row.index])
+        return a > 1 and self._may_defer(row.n - a)
+
+    def _num_replays(self, row: Row) -> int:
+        """Drafts of the last step that the row runs again."""
+        return int(self.batch.num_accepted[row.index]) - 1 if self._has_deferred(row) else 0
+
+    def _check_live(self, row: Row) -> None:
+        """The state that the row continues from, and the inputs that it runs from there, are those up to n."""
+        temporal, states, bias = self.memory.temporal, row.text.states, int(self.batch.num_accepted[row.index]) - 1
+        column, n = int(self.batch.mamba_state_idx[row.index]), row.n
+        column, n = (column, n - bias) if self._has_deferred(row) else (column + bias, n)
+        assert temporal[self._block(row, column)] == states[n], "the live state is another"
+        for _ in range(self._num_replays(row)):
+            column, n = column + 1, n + 1
+            left = temporal[self._block(row, column)]
+            assert left == Inputs(states[n]), f"{left} is run again in place of token {n - 1}"
+        assert n == row.n, f"the live state is that after {n} tokens, not {row.n}"
 
     def _copy(self, temporal_source: int, conv_source: int, dest: int, shift: int) -> None:
         memory = self.memory
-        memory.temporal[dest], memory.carry[dest] = memory.temporal[temporal_source], memory.carry[temporal_source]
+        state = memory.temporal[temporal_source]
+        assert not isinstance(state, Inputs), f"{state} are copied as a state"
+        memory.temporal[dest], memory.carry[dest] = state, memory.carry[temporal_source]
         memory.put_conv(dest, memory.conv[conv_source][shift:])
 
     # forward
@@ -297,11 +275,16 @@ class SymbolicRunner:
         conv_block = self._writable(row, running)
         old = memory.conv[conv_block]
         assert old[a - 1 : a + width - 2] == self._window(row.text.states, row.n), "the conv window is another"
-        assert memory.temporal[self._live(row)] == row.text.states[row.n], "the live state is another"
+        self._check_live(row)
+        self.num_replays += self._num_replays(row)
         memory.put_conv(conv_block, old[a : a + width - 2] + row.fed)
+        defers = self._may_defer(row.n)
         for j, state in enumerate(row.fed):
             block = self._writable(row, running + j)
-            memory.temporal[block] = memory.carry[block] = state
+            memory.temporal[block], memory.carry[block] = Inputs(state) if defers and j else state, state
+        row.left_inputs = defers and row.q > 1
+        if row.text.ran_decode:
+            self.turns[row.text.left_inputs, row.left_inputs] += 1
 
     def _forward_prefill(self, row: Row) -> None:
         memory, width, n = self.memory, self.limits.conv_width, row.n
@@ -353,6 +336,7 @@ class SymbolicRunner:
         self.spans[scheduled.request_id] = (row.n, row.num_final)
         text.extend(row.kept)
         text.num_computed_tokens, text.ran_decode = row.num_final, scheduled.is_decode
+        text.left_inputs = row.left_inputs
         drafts: list[int] = []
         if scheduled.samples:
             num_drafts, num_right = self.draft_plan(scheduled.request_id, len(text.token_ids))
