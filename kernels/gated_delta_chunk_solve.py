@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.dependent_launch import wait_for_inputs
-from mambalign.kernels.mamba2_scan import time_steps
+from mambalign.kernels.mamba2_scan_triton import time_steps
 from mambalign.kernels.rows import ROW_POINTERS
 
 

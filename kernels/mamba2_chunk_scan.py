@@ -24,7 +24,7 @@ import triton.language as tl
 from mambalign.kernels.activation import softplus
 from mambalign.kernels.chunk_shape import MAMBA2_CHUNK as CHUNK
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
-from mambalign.kernels.mamba2_scan import time_steps
+from mambalign.kernels.mamba2_scan_triton import time_steps
 from mambalign.kernels.rows import ROW_POINTERS, MambaRows, walk_rows
 
 LOG2_E = tl.constexpr(1 / log(2))  # a power of 2 takes fewer instructions than one of e

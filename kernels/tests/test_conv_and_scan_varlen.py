@@ -20,7 +20,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mambalign.kernels import causal_conv1d, gated_delta_chunk_solve, mamba2_chunk_scan, mamba2_scan, scan_tiles
+from mambalign.kernels import (
+    causal_conv1d,
+    gated_delta_chunk_solve,
+    mamba2_chunk_scan,
+    mamba2_scan,
+    mamba2_scan_triton,
+    scan_tiles,
+)
 from mambalign.kernels.mamba2_chunk_scan import CHUNK, TILES
 from mambalign.kernels.rows import Deferral, MambaRows
 from mambalign.kernels.scan_tiles import has_room_for_inputs
@@ -74,7 +81,7 @@ INTERPRETED = pytest.mark.usefixtures("device")  # without a GPU
 LAYOUTS = pytest.mark.parametrize("layout", ["SD", "DS"])
 IMPORTED = (
     scan_tiles,
-    mamba2_scan,
+    mamba2_scan_triton,
     gated_delta_chunk_solve,
 )  # by other modules for their device functions or kernels, in order
 
@@ -202,7 +209,7 @@ class Layer:
         if self.by_chunks:
             return mamba2_chunk_scan.mamba2_chunk_scan_varlen(*arguments)
         if self.path == "triton":
-            return with_kernels(mamba2_scan).mamba2_scan_varlen_triton(*arguments)
+            return with_kernels(mamba2_scan_triton).mamba2_scan_varlen_triton(*arguments)
         if self.path == "cpu":
             return mamba2_scan.mamba2_scan_varlen(*arguments)
         return mamba2_scan.mamba2_scan_varlen_reference(*arguments)
@@ -454,7 +461,7 @@ def test_triton_in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, channels, kept tokens and rows of a state in several tiles: the bits of a single one."""
     shape = Shape(1, 8, 1, 6, 4)
     xbc, dt = inputs(shape, 11, seed=0)
-    conv, scan = with_kernels(causal_conv1d), with_kernels(mamba2_scan)
+    conv, scan = with_kernels(causal_conv1d), with_kernels(mamba2_scan_triton)
     wide_conv = Layer(shape, "triton").run_whole(xbc, dt)
     for name, value in {"BLOCK_T": 4, "BLOCK_C": 8, "BLOCK_KEPT": 4}.items():
         monkeypatch.setattr(conv, name, value)
@@ -526,7 +533,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mambalign.kernels import causal_conv1d as conv, mamba2_chunk_scan as chunks, mamba2_scan as scan
+from mambalign.kernels import causal_conv1d as conv, mamba2_chunk_scan as chunks, mamba2_scan_triton as scan
 
 FP32 = ("p_weight", "p_bias", "p_A", "p_D", "p_dt_bias", "p_dt", "p_decay", "p_BC", "p_temporal_state")
 INTS = ("query_start", "query_len", "conv_block", "conv_offset", "temporal_block", "is_decode", "state_block")

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mambalign.kernels import gated_delta_rule
+from mambalign.kernels import gated_delta_rule, gated_delta_rule_triton
 from mambalign.kernels.rows import MambaRows
 from mambalign.kernels.scan_tiles import has_room_for_inputs
 from mambalign.kernels.tests.test_conv_and_scan_varlen import (
@@ -111,7 +111,7 @@ class Layer:
 
     def rule(self, *arguments) -> torch.Tensor:
         if self.path == "triton":
-            return with_kernels(gated_delta_rule).gated_delta_rule_varlen_triton(*arguments)
+            return with_kernels(gated_delta_rule_triton).gated_delta_rule_varlen_triton(*arguments)
         if self.path == "cpu":
             return gated_delta_rule.gated_delta_rule_varlen(*arguments)
         return gated_delta_rule.gated_delta_rule_varlen_reference(*arguments)
@@ -274,7 +274,7 @@ def test_triton_in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(1, 2, 6, 8)
     inputs = random_inputs(shape, 7, seed=0)
     whole = Layer(shape, "triton").run_whole(inputs)
-    monkeypatch.setattr(with_kernels(gated_delta_rule), "tile_of", lambda *_: (4, 2))
+    monkeypatch.setattr(with_kernels(gated_delta_rule_triton), "tile_of", lambda *_: (4, 2))
     assert torch.equal(Layer(shape, "triton").run_whole(inputs), whole)
 
 
@@ -293,7 +293,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mambalign.kernels import gated_delta_rule as rule
+from mambalign.kernels import gated_delta_rule_triton as rule
 
 FP32 = ("p_A", "p_dt_bias", "p_kq", "p_gates", "p_qk", "p_o")
 INTS = ("query_start", "query_len", "temporal_block", "state_block")
