@@ -231,6 +231,6 @@ def causal_conv1d_varlen(
     assert weight.is_contiguous() and weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32)
     if x.is_cuda:
         return causal_conv1d_varlen_triton(x, conv_state, weight, bias, rows, layout, has_silu)
-    from mambalign.kernels.cpu import conv_scan  # compiles: not where a GPU serves
+    from mambalign.kernels.cpu import conv  # compiles: not where a GPU serves
 
-    return conv_scan.causal_conv1d(x, conv_state, weight, bias, rows, layout, has_silu)
+    return conv.causal_conv1d(x, conv_state, weight, bias, rows, layout, has_silu)

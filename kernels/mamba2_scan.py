@@ -74,7 +74,7 @@ def mamba2_scan_varlen(
     if x.is_cuda:
         return mamba2_scan_varlen_triton(*arguments)
     if temporal_state.dtype == torch.float32:
-        from mambalign.kernels.cpu import conv_scan  # compiles: not where a GPU serves
+        from mambalign.kernels.cpu import scan  # compiles: not where a GPU serves
 
-        return conv_scan.mamba2_scan(*arguments)
+        return scan.mamba2_scan(*arguments)
     return mamba2_scan_varlen_reference(*arguments)

@@ -228,7 +228,7 @@ MUTANTS = [
     ),
     Mutant(
         "the first draft run again in place of each",
-        "kernels/cpu/conv_scan.py",
+        "kernels/cpu/scan.py",
         "np.int64(replay_block[row, i])",
         "np.int64(replay_block[row, 0])",
     ),

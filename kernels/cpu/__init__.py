@@ -19,6 +19,6 @@ if "NUMBA_CACHE_DIR" not in os.environ:
 
 def warm_up(dtype) -> None:
     """Compile for states and caches of a torch `dtype`: some seconds, once a machine, and not in a request."""
-    from mambalign.kernels.cpu import attention, conv_scan  # noqa: F401  the second compiles as it is imported
+    from mambalign.kernels.cpu import attention, conv, scan  # noqa: F401  the others compile as they are imported
 
     attention.warm_up(dtype)

@@ -1,6 +1,6 @@
 """The gated delta rule on a CPU: one call a layer, straight from and to the paged fp32 states.
 
-As `kernels/cpu/conv_scan.py` does the Mamba-2 scan: compiled when this module is imported, one piece of code for every
+As `kernels/cpu/scan.py` does the Mamba-2 scan: compiled when this module is imported, one piece of code for every
 token of every row, a head's state in a buffer of the processor's cache over the row's tokens. Formula and contract:
 `kernels/gated_delta_rule.py`.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from mambalign.kernels.cpu.conv_scan import (
+from mambalign.kernels.cpu.paged_rows import (
     LINEAR_ABOVE,
     address_of,
     copy_values,

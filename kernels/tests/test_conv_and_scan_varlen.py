@@ -424,12 +424,12 @@ def test_steps_without_rows(path: str) -> None:
 
 
 def test_threads_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    conv_scan = pytest.importorskip("mambalign.kernels.cpu.conv_scan")
+    paged_rows = pytest.importorskip("mambalign.kernels.cpu.paged_rows")
     shape = replace(SHAPES[1], num_heads=9, num_groups=3)
     xbc, dt = inputs(shape, 50, seed=0)
     alone, shared = Layer(shape, "cpu"), Layer(shape, "cpu")
     want = alone.run_whole(xbc, dt)
-    monkeypatch.setattr(conv_scan, "SHARED_ABOVE", 0)
+    monkeypatch.setattr(paged_rows, "SHARED_ABOVE", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert torch.equal(shared.run_whole(xbc, dt), want)
     assert torch.equal(shared.conv_state.nan_to_num(), alone.conv_state.nan_to_num())
@@ -437,10 +437,10 @@ def test_threads_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_exp_of_the_cpu_kernels() -> None:
-    conv_scan = pytest.importorskip("mambalign.kernels.cpu.conv_scan")
+    conv = pytest.importorskip("mambalign.kernels.cpu.conv")
     x = torch.linspace(-80, 80, 100_001)
     out = torch.empty_like(x)
-    conv_scan._silu(x.numpy(), out.numpy())
+    conv._silu(x.numpy(), out.numpy())
     want = F.silu(x.double())
     assert ((out - want).abs() <= 4e-7 * want.abs() + 1e-37).all()
 

@@ -249,12 +249,12 @@ def test_steps_without_rows(path: str) -> None:
 
 
 def test_threads_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    conv_scan = pytest.importorskip("mambalign.kernels.cpu.conv_scan")
+    paged_rows = pytest.importorskip("mambalign.kernels.cpu.paged_rows")
     shape = Shape(3, 9, 12, 10)
     inputs = random_inputs(shape, 50, seed=0)
     alone, shared = Layer(shape, "cpu"), Layer(shape, "cpu")
     want = alone.run_whole(inputs)
-    monkeypatch.setattr(conv_scan, "SHARED_ABOVE", 0)
+    monkeypatch.setattr(paged_rows, "SHARED_ABOVE", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert torch.equal(shared.run_whole(inputs), want)
     assert torch.equal(shared.states.nan_to_num(), alone.states.nan_to_num())
