@@ -39,7 +39,7 @@ class ChunkTiles(NamedTuple):
     num_stages: int  # chunks whose inputs are on their way or in use
 
 
-TILES = ChunkTiles(CHUNK, parts=1, num_warps=4, num_stages=3)  # of those in `scripts/bench_kernels.py --chunk-tiles`
+TILES = ChunkTiles(CHUNK, parts=1, num_warps=4, num_stages=3)  # `scripts/bench_kernels.py --tiles chunks`
 
 
 @triton.jit

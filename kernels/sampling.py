@@ -86,15 +86,27 @@ def argmax_rows_on_gpu(
     num_splits = triton.cdiv(num_columns, split)
     value = logits.new_empty(num_rows, num_splits)
     index = torch.empty(num_rows, num_splits, dtype=torch.int32, device=logits.device)
-    if out is None:
-        out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
         word = 1 if num_columns % 4 else 4
         argmax_split_kernel[(num_rows, num_splits)](
             logits, value, index, num_columns, num_splits, word, split, block, **pdl(logits.device)
         )
+    return best_of_splits(value, index, out)
+
+
+def best_of_splits(value: torch.Tensor, index: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Of rows cut into splits, the column of the largest value, the lowest of several; NO_BEST if it is infinite.
+
+    value [N, splits] fp32 and index [N, splits] int32, contiguous: the largest of each split, and its lowest column.
+    out int64 [N], apart or not: where to write. Returns it.
+    """
+    num_rows, num_splits = value.shape
+    if out is None:
+        out = torch.empty(num_rows, dtype=torch.int64, device=value.device)
+    if num_rows:
+        block = triton.next_power_of_2(num_splits)
         argmax_merge_kernel[(num_rows,)](
-            value, index, out, num_splits, out.stride(0), triton.next_power_of_2(num_splits),
-            num_warps=1, **pdl(logits.device),
+            value, index, out, num_splits, out.stride(0), block,
+            num_warps=min(8, max(1, block // 256)), **pdl(value.device),
         )  # fmt: skip
     return out

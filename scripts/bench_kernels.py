@@ -3,8 +3,8 @@
 
 A time is the median of some replays of a CUDA graph of 20 calls, over several copies of a weight or state, so that
 nothing comes from the L2 cache. The limit of a call is the larger of its bytes at the measured copy rate and its
-operations at 790 TFLOP/s. The first lines are the ceilings; the last is one JSON object. `--chunk-tiles` tries tiles of
-the chunked scan instead; those of linear layers are tried in chains (`bench_chains.py`). Needs a CUDA device.
+operations at 790 TFLOP/s. The first lines are the ceilings; the last is one JSON object. `--tiles` tries other tiles of
+a kernel instead; those of linear layers are tried in chains (`bench_chains.py`). Needs a CUDA device.
 """
 
 import argparse
@@ -22,6 +22,8 @@ from machine_rates import copy_rate
 
 from mambalign.kernels.activation import relu2
 from mambalign.kernels.attention_rows import AttentionRows
+from mambalign.kernels.draft_head import draft_head_bytes, draft_tokens_triton, quantize_head
+from mambalign.kernels.linear_tiles import Tiles
 from mambalign.kernels.linear_triton import linear_on_gpu
 from mambalign.kernels.mamba2_chunk_scan import TILES, ChunkTiles, mamba2_chunk_scan_varlen_triton
 from mambalign.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_gated
@@ -42,11 +44,13 @@ WEIGHTS = {  # name: (K, N)
 }
 ROWS = (1, 4, 32, 128, 256, 512, 8192)
 HEAD_ROWS = 512  # most rows of which logits are taken
+DRAFT_VOCABS, DRAFT_ROWS = (VOCAB, 248320), (1, 16, 32, 64, 128, 256)  # of a 9B Qwen3.5 too; rows: one a request
 HEADS, HEAD_DIM, D_STATE, GROUPS, CONV_DIM, CONV_WIDTH, DRAFTS = 128, 64, 128, 8, 10240, 4, 3
 QUERY_HEADS, KV_HEADS, ATTENTION_DIM, KV_BLOCK = 32, 8, 128, 16
 DELTA_HEADS, DELTA_KEY_HEADS, DELTA_DIM = 32, 16, 128  # of a 9B Qwen3.5: values, keys, and the width of either
 CALLS = 20  # of a graph
 LONG_CALLS = 3  # of a graph, of what takes long and leaves much
+SHARED_BYTES = 224 << 10  # of a program, for tiles on their way
 COLD_BYTES = 256 << 20  # more than the L2 cache holds
 TFLOPS = 790.0
 
@@ -96,6 +100,33 @@ def bench_linear(bench: Bench, rows: list[int]) -> None:
             calls = [partial(linear_on_gpu, x, w, out_dtype=out_dtype) for w in weights]
             limit = bench.limit_us(num_bytes, 2 * m * k * n)
             bench.report(f"linear {name} {k}x{n}", m, calls, limit, cublas_us=library, equals_cublas=is_equal)
+
+
+def drafts_by_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return argmax_rows(linear_on_gpu(hidden, weight, out_dtype=torch.float32))
+
+
+def bench_draft_head(bench: Bench, tried: Sequence[Tiles] = ()) -> None:
+    """Drafts of a batch from the head in fp8, beside logits and their argmax: by the tiles in use, then by others."""
+    for vocab, m in product(DRAFT_VOCABS, DRAFT_ROWS):
+        weight, hidden = half(HIDDEN, vocab).div_(HIDDEN**0.5), half(m, HIDDEN)
+        head, by_logits = quantize_head(weight), partial(drafts_by_logits, hidden, weight)
+        logits_us = statistics.median(graph_times([by_logits] * LONG_CALLS, bench.replays))
+        agree = (draft_tokens_triton(hidden, head) == by_logits()).float().mean()
+        limit = bench.limit_us(draft_head_bytes(vocab, HIDDEN) + 2 * hidden.numel(), m * vocab * HIDDEN)  # fp8: twice
+        fitting = [tiles for tiles in tried if min(m, 128) <= tiles.block_m < 2 * max(m, 16)]
+        calls = {tiles: partial(draft_tokens_triton, hidden, head, tiles=tiles) for tiles in (None, *fitting)}
+        compile_all(calls.values())
+        for tiles, call in calls.items():
+            name = f"draft_head {HIDDEN}x{vocab}" + (f" {tuple(tiles[:5])}" if tiles else "")
+            bench.report(name, m, [call] * CALLS, limit, agree=agree, by_logits_us=logits_us)
+
+
+def draft_tiles() -> list[Tiles]:
+    """Those to try that fit into the shared memory, and whose sums fit into registers."""
+    sizes = product((16, 32, 64, 128, 256), (128, 256), (128, 256), (4, 8), (2, 3, 4, 5, 6))
+    tried = [tiles for tiles in (Tiles(*each) for each in sizes) if tiles.block_m * tiles.block_n <= 4096 * tiles[3]]
+    return [t for t in tried if (t.block_m + t.block_n) * t.block_k * t.num_stages <= SHARED_BYTES]
 
 
 def bench_row_kernels(bench: Bench, rows: list[int]) -> None:
@@ -263,6 +294,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="numbers of rows")
     parts = {
         "linear": lambda: bench_linear(bench, options.rows),
+        "draft_head": lambda: bench_draft_head(bench),
         "rows": lambda: bench_row_kernels(bench, options.rows),
         "mamba": lambda: bench_mamba(bench),
         "chunks": lambda: bench_chunks(bench),
@@ -270,7 +302,11 @@ def main() -> None:
         "attention": lambda: bench_attention(bench),
     }
     parser.add_argument("--only", choices=parts, nargs="*", help="some of the parts")
-    parser.add_argument("--chunk-tiles", action="store_true", help="try those of the chunked scan, and nothing else")
+    tried = {
+        "chunks": lambda: bench_chunks(bench, [ChunkTiles(*t) for t in product((32, 64), (1, 2, 4), (4, 8), (2, 3))]),
+        "draft_head": lambda: bench_draft_head(bench, draft_tiles()),
+    }
+    parser.add_argument("--tiles", choices=tried, help="try those of this part, and nothing else")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: the times would say nothing")
@@ -278,9 +314,9 @@ def main() -> None:
     bench = Bench(options.replays)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     print(f"ceilings: copy {bench.tb_s:.2f} TB/s, read plus write; {TFLOPS:.0f} TFLOP/s, bf16")
-    if options.chunk_tiles:
-        bench_chunks(bench, [ChunkTiles(*sizes) for sizes in product((32, 64), (1, 2, 4), (4, 8), (2, 3))])
-    for part in () if options.chunk_tiles else options.only or parts:
+    if options.tiles:
+        tried[options.tiles]()
+    for part in () if options.tiles else options.only or parts:
         parts[part]()
     result = {"device": torch.cuda.get_device_name(), "copy_tb_s": round(bench.tb_s, 3), "results": bench.results}
     print(json.dumps(result))

@@ -21,6 +21,7 @@ from mambalign.kernels import (
     chunk_shape,
     combine_experts,
     draft_addresses,
+    draft_head,
     draw_tokens,
     expert_routing,
     gated_delta_chunk_scan,
@@ -41,7 +42,7 @@ from mambalign.kernels.linear_tiles import segments_of, tiles_for
 from mambalign.kernels.linear_triton import GROUP_M, MERGE_BLOCK, WORD_BYTES, linear_kernel, merge_segments_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", draft_head.FP8: "fp8e4nv"}
 
 
 def compile_kernel(kernel, types: dict[str, str], constants: dict, **options: int):
@@ -96,6 +97,22 @@ def compile_merge(num_segments: int, dtype: torch.dtype):
     types = {"p_sums": "*fp32", "p_bias": f"*{NAMES[dtype]}", "p_out": f"*{NAMES[dtype]}"}
     constants = {"SEGMENTS": num_segments, "WORD": 8, "HAS_BIAS": False, "RELU2": False, "BLOCK": MERGE_BLOCK}
     return compile_kernel(merge_segments_kernel, types, constants)
+
+
+def compile_draft_scores(num_rows: int):
+    tiles, name = draft_head.tiles_for(num_rows), NAMES[draft_head.FP8]
+    types = {"p_scale": "*fp32", "p_value": "*fp32", "p_index": "*i32"}
+    types["p_x"] = f"tensordesc<{name}{[tiles.block_m, tiles.block_k]}>"
+    types["p_weight"] = f"tensordesc<{name}{[tiles.block_n, tiles.block_k]}>"
+    constants = {"BLOCK_M": tiles.block_m, "BLOCK_V": tiles.block_n, "BLOCK_K": tiles.block_k}
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return compile_kernel(draft_head.draft_scores_kernel, types, constants, **options)
+
+
+def compile_scale_rows(width: int):
+    types, block = {"p_x": "*bf16", "p_out": f"*{NAMES[draft_head.FP8]}"}, triton.next_power_of_2(width)
+    constants = {"K": width, "OUT_K": width, "BLOCK": block}
+    return compile_kernel(draft_head.scale_rows_kernel, types, constants, num_warps=max(1, block // 512))
 
 
 def compile_norm(width: int, dtype: torch.dtype, num_segments: int = 0):
@@ -294,6 +311,8 @@ def main() -> None:
         )
         for some in (False, True)
     }
+    cases |= {f"draft scores {m}": (compile_draft_scores, m) for m in (1, 32, 64, 128, 256)}
+    cases |= {"scale rows": (compile_scale_rows, 4096)}
     cases |= {"gather rows": (compile_gather_rows,)}
     cases |= {"draw": (compile_draw,)}
     cases |= {f"activation {relu2}": (compile_activation, relu2) for relu2 in (False, True)}

@@ -19,6 +19,7 @@ KERNEL_MODULES = (
     "batch_memcpy",
     "combine_experts",
     "draft_addresses",
+    "draft_head",
     "draw_tokens",
     "expert_routing",
     "gather_rows",
