@@ -10,7 +10,7 @@ import torch
 
 from mambalign.engine.config import EngineConfig
 from mambalign.engine.core import EngineCore
-from mambalign.worker import mamba_utils
+from mambalign.worker import mamba_gpu_context
 from mambalign.worker.state_cache import StateCache
 
 CORE = "broken_copy:BrokenCopyCore"
@@ -53,8 +53,8 @@ class BrokenCopyCore(EngineCore):
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None):
         super().__init__(config, progress)
-        fused_copy = mamba_utils.precopy_mamba_align_fused
-        mamba_utils.precopy_mamba_align_fused = BrokenCopy(fused_copy, self.runner.cache, min_bias=0)
+        fused_copy = mamba_gpu_context.precopy_mamba_align_fused
+        mamba_gpu_context.precopy_mamba_align_fused = BrokenCopy(fused_copy, self.runner.cache, min_bias=0)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from mambalign.engine import LLM, SamplingParams
 from mambalign.engine.checkpoint import DEFAULT_MODEL
 from mambalign.engine.core import EngineCore
 from mambalign.engine.messages import EngineOutput, EngineRequest
-from mambalign.worker import mamba_utils
+from mambalign.worker import mamba_gpu_context
 
 pytestmark = pytest.mark.skipif(not (DEFAULT_MODEL / "config.json").exists(), reason="no model ships here")
 
@@ -49,8 +49,8 @@ def run_all(core: EngineCore) -> dict[str, list[EngineOutput]]:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, core: EngineCore, **how: int) -> BrokenCopy:
-    broken = BrokenCopy(mamba_utils.precopy_mamba_align_fused, core.runner.cache, **how)
-    monkeypatch.setattr(mamba_utils, "precopy_mamba_align_fused", broken)
+    broken = BrokenCopy(mamba_gpu_context.precopy_mamba_align_fused, core.runner.cache, **how)
+    monkeypatch.setattr(mamba_gpu_context, "precopy_mamba_align_fused", broken)
     return broken
 
 

@@ -10,7 +10,7 @@ import torch
 
 from mambalign.kernels.precopy_mamba_align import precopy_mamba_align_fused
 from mambalign.kernels.preprocess_mamba_align import preprocess_mamba_align_fused
-from mambalign.worker import mamba_utils
+from mambalign.worker import mamba_gpu_context, mamba_utils
 from mambalign.worker.batch import NewRow, ScheduledRow, SchedulerOutput
 from mambalign.worker.forward_batch import mamba_tables
 from mambalign.worker.fused_copy_check import FusedCopyChecker, check_fused_copy_info
@@ -285,7 +285,7 @@ def test_bias_off_by_one_in_the_copy_is_caught(monkeypatch, runner, layout, only
         precopy_mamba_align_fused(source, dest, (bias - 1).clamp(min=0), *rest)
 
     rows = every_bias(3)
-    monkeypatch.setattr(mamba_utils, "precopy_mamba_align_fused", broken)
+    monkeypatch.setattr(mamba_gpu_context, "precopy_mamba_align_fused", broken)
     step = Step(runner, layout, 3, rows, only_conv=only_conv)
     assert step.failed() == moving(rows, lambda row: row.num_accepted > 1)
 
@@ -296,7 +296,7 @@ def test_a_copy_that_ignores_idx_mapping_is_caught(monkeypatch, layout):
         precopy_mamba_align_fused(source, dest, bias, table, None, *rest)
 
     rows = every_bias(3)
-    monkeypatch.setattr(mamba_utils, "precopy_mamba_align_fused", broken)
+    monkeypatch.setattr(mamba_gpu_context, "precopy_mamba_align_fused", broken)
     step = Step("v2", layout, 3, rows)
     slots = step.idx_mapping.tolist()
     visited = {i for i, row in enumerate(rows) if row.moves}  # slots of these numbers, if they move
@@ -321,7 +321,7 @@ def test_a_copy_that_shifts_channels_for_slots_is_caught(monkeypatch, runner, la
                     length = conv.shape[1 + axis] - bias
                     conv[dest].narrow(axis, 0, length).copy_(conv[source].narrow(axis, bias, length))
 
-    monkeypatch.setattr(mamba_utils, "precopy_mamba_align_fused", broken)
+    monkeypatch.setattr(mamba_gpu_context, "precopy_mamba_align_fused", broken)
     steps.append(Step(runner, layout, 3, rows))
     assert steps[0].failed() == moving(rows, lambda row: row.num_accepted > 1)
 
@@ -336,7 +336,7 @@ def test_a_copy_that_forgets_a_state_is_caught(monkeypatch, runner, index):
         state.copy_(before)
 
     rows, steps = every_bias(3), []
-    monkeypatch.setattr(mamba_utils, "precopy_mamba_align_fused", broken)
+    monkeypatch.setattr(mamba_gpu_context, "precopy_mamba_align_fused", broken)
     steps.append(Step(runner, "DS", 3, rows))
     stays = 2 if index not in CONV else 0  # one token accepted past the first: the state is where it must be
     assert steps[0].failed() == moving(rows, lambda row: row.num_accepted != stays)
@@ -351,7 +351,7 @@ def test_a_copy_that_spoils_a_state_which_stays_is_caught(monkeypatch, runner):
         steps[0].cache.temporal[0][steps[0].blocks(0)[1]] = 0
 
     steps = []
-    monkeypatch.setattr(mamba_utils, "precopy_mamba_align_fused", broken)
+    monkeypatch.setattr(mamba_gpu_context, "precopy_mamba_align_fused", broken)
     steps.append(Step(runner, "SD", 3, [Row(2)]))
     assert steps[0].failed() == ["0"]
 
@@ -365,7 +365,7 @@ def test_a_copy_that_spoils_a_row_which_moves_nothing_is_caught(monkeypatch, run
         bits[-1] ^= 1
 
     steps = []
-    monkeypatch.setattr(mamba_utils, "precopy_mamba_align_fused", broken)
+    monkeypatch.setattr(mamba_gpu_context, "precopy_mamba_align_fused", broken)
     steps.append(Step(runner, "SD", 3, [Row(2), Row(3, moves=False), Row(3, moves=False)]))
     assert steps[0].failed() == ["1"]
     assert steps[0].checker.checks == {1: 1, 2: 2}
@@ -377,7 +377,7 @@ def test_a_copy_of_the_first_row_only_is_caught(monkeypatch, runner):
         precopy_mamba_align_fused(source, dest, bias, table, mapping, work_list, count.clamp(max=1), *rest)
 
     rows = every_bias(3)
-    monkeypatch.setattr(mamba_utils, "precopy_mamba_align_fused", broken)
+    monkeypatch.setattr(mamba_gpu_context, "precopy_mamba_align_fused", broken)
     step = Step(runner, "DS", 3, rows)
     assert len(step.failed()) == len(moving(rows, lambda row: True)) - 1
 
