@@ -21,7 +21,6 @@ from mambalign.kernels.linear_triton import WORD_BYTES
 from mambalign.kernels.sampling import NO_ID, argmax_rows_reference, best_of_splits
 
 FP8 = torch.float8_e4m3fn
-FP8_CAPABILITY = (8, 9)  # compute capability from which tensor cores multiply it
 FP8_LARGEST: tl.constexpr = tl.constexpr(448.0)
 QUANTIZED_AT_ONCE = 8192  # tokens of the vocabulary, whose weights stand beside the copy in fp32
 
