@@ -146,8 +146,8 @@ class HybridModel:
         """Run the MTP head over T slots; slot p holds (hidden of p-1, token p) and attends to slots 1 .. p.
 
         prev_hidden [T, hidden]: what `forward` or `mtp_forward` returned for the token before. Returns [T, hidden]
-        for `mtp_logits`, and to be fed back for the next draft; with `outputs` (only if `mtp_keys_come_first`) that of
-        its tokens, [D, hidden].
+        for `draft_tokens`, and to be fed back for the next draft; with `outputs` (only if `mtp_keys_come_first`) that
+        of its tokens, [D, hidden].
         """
         context = ForwardContext(cache, positions, slot_mapping, attention, outputs=outputs)
         return self.mtp(self.embed(token_ids), prev_hidden, context)
