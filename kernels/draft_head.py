@@ -64,8 +64,7 @@ def quantize_head(head_weight: torch.Tensor) -> DraftHead:
     for first in range(0, vocab_size, QUANTIZED_AT_ONCE):
         at = slice(first, first + QUANTIZED_AT_ONCE)
         part = head_weight[:, at].t().float()
-        largest = part.abs().amax(dim=1)
-        scale[at] = torch.where(largest > 0, largest / FP8_LARGEST.value, 1.0)
+        scale[at] = (part.abs().amax(dim=1) / FP8_LARGEST.value).clamp_(min=torch.finfo(scale.dtype).tiny)
         weight[at, :hidden_size] = part / scale[at, None]
     return DraftHead(weight, scale)
 
