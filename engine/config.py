@@ -85,6 +85,12 @@ class SpecConfig:
         "where drafts come from (default: mtp if the checkpoint has a head, else ngram)",
         choices=("mtp", "ngram"),
     )
+    draft_head_dtype: str = option(
+        "auto",
+        "what drafts by mtp are taken from; fp8: a copy of the head, of half the bytes, that is faster and right a "
+        "little less often; model: the head itself (auto: fp8 on a GPU that multiplies it); the text is the same",
+        choices=("auto", "fp8", "model"),
+    )
     spec_acceptance: float | None = option(
         None,
         "keep this many tokens a step on average whatever they are: for benchmarks, the text is then meaningless",

@@ -40,6 +40,11 @@ def empty_device_cache() -> None:
         torch.cuda.empty_cache()
 
 
+def cuda_capability(device: str) -> tuple[int, int] | None:
+    """Compute capability of the GPU that `--device` may be; None without one. Asked of no GPU that is not wanted."""
+    return torch.cuda.get_device_capability() if device != "cpu" and torch.cuda.is_available() else None
+
+
 class EngineCore:
     """Loads a model and serves requests step by step.
 
@@ -51,7 +56,7 @@ class EngineCore:
         say = progress or (lambda line: None)
         path = locate(config.model.model)
         self.facts: CheckpointFacts = read_facts(config.model.model, path)
-        self.config = resolve(config, self.facts, cuda_available=torch.cuda.is_available())
+        self.config = resolve(config, self.facts, cuda_capability=cuda_capability(config.model.device))
         has_no_tokenizer = self.config.model.load_format == "dummy" and not (path / "tokenizer.json").exists()
         self.tokenizer = load_tokenizer(DEFAULT_MODEL if has_no_tokenizer else path)
         self.max_model_len: int = self.config.model.max_model_len
@@ -65,6 +70,8 @@ class EngineCore:
             self.model = load_model(path, dtype, device, progress is not None, self.config.model.load_format)
         if self.spec_method == "mtp" and not self.model.has_mtp:
             raise ConfigError(f"{self.facts.name} has no weights of an MTP head; use --spec-method ngram")
+        if self.config.spec.draft_head_dtype == "fp8":
+            self.model.quantize_draft_head()
         if on_cuda:
             say("measuring memory, compiling kernels")
             plan.measure(self.model)

@@ -15,6 +15,7 @@ from mambalign.engine.config import CacheConfig, EngineConfig
 from mambalign.engine.option import ConfigError
 from mambalign.engine.resolution import check_chunks
 from mambalign.engine.scheduler_limits import SchedulerLimits
+from mambalign.kernels.draft_head import draft_head_bytes
 from mambalign.worker.grammar import GrammarCompiler
 from mambalign.worker.mamba_columns import cdiv
 from mambalign.worker.model_step import RunnerLimits
@@ -76,6 +77,9 @@ class EnginePlan:
         self._attention_specs = parsed.attention_specs(dtype, with_drafter=self._drafts_by_mtp)
         self._state_specs = parsed.state_specs(dtype, state_dtype, with_drafter=self._drafts_by_mtp)
         self._conv_width = parsed.conv_width
+        self._draft_head_bytes = 0  # beside the weights
+        if self.config.spec.draft_head_dtype == "fp8":
+            self._draft_head_bytes = draft_head_bytes(parsed.vocab_size, parsed.hidden_size)
         cache = self.config.cache
         if not self._has_temporal_states and cache.mamba_ssm_cache_dtype != CacheConfig.mamba_ssm_cache_dtype:
             raise ConfigError(f"--mamba-ssm-cache-dtype: {self.facts.name} has no temporal states; leave it out")
@@ -91,7 +95,7 @@ class EnginePlan:
     def _refuse_large_weights(self) -> None:
         free, total = torch.cuda.mem_get_info()
         budget = min(free, int(total * self.config.cache.gpu_memory_utilization))
-        needed = weight_bytes(self.facts.path, getattr(torch, self.config.model.dtype))
+        needed = weight_bytes(self.facts.path, getattr(torch, self.config.model.dtype)) + self._draft_head_bytes
         if needed > budget:
             raise ConfigError(
                 f"{self.facts.name}: its weights take {needed / 2**30:.1f} GiB; the device has "
@@ -219,6 +223,7 @@ class EnginePlan:
         """Lines for people."""
         model, cache, spec = self.config.model, self.config.cache, self.config.spec
         drafts = f"{spec.spec_tokens} a step by {spec.spec_method}" if spec.spec_tokens else "none"
+        drafts += ", head read in fp8" if spec.draft_head_dtype == "fp8" else ""
         states = f"conv states {cache.mamba_conv_layout}"
         if self._has_temporal_states:
             scan = self.config.runner.prefill_scan

@@ -11,6 +11,7 @@ from mambalign.engine.option import ConfigError
 
 DEFAULT_MODEL_SPEC_TOKENS = 3
 DEFAULT_CPU_CACHE_BYTES = 1 << 30
+FP8_CAPABILITY = (8, 9)  # compute capability from which tensor cores multiply fp8
 
 
 def check_checkpoint(config: EngineConfig, facts: CheckpointFacts) -> None:
@@ -39,18 +40,19 @@ def check_chunks(config: EngineConfig, chunk_tokens: int | None) -> None:
         )
 
 
-def resolve(config: EngineConfig, facts: CheckpointFacts, *, cuda_available: bool) -> EngineConfig:
+def resolve(config: EngineConfig, facts: CheckpointFacts, *, cuda_capability: tuple[int, int] | None) -> EngineConfig:
     """Fill in every "auto" and None but `mamba_cache_fraction` and, on CUDA, `cache_memory`. Raises ConfigError.
 
     Those two are known when the weights are loaded. With `--spec-tokens 0` the method is None.
+    cuda_capability: the compute capability of the CUDA device; None without one.
     """
     validate(config)
     check_checkpoint(config, facts)
     device = config.model.device
-    if device == "cuda" and not cuda_available:
+    if device == "cuda" and cuda_capability is None:
         raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu")
     if device == "auto":
-        device = "cuda" if cuda_available else "cpu"
+        device = "cpu" if cuda_capability is None else "cuda"
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" or facts.dtype == "float32" else "bfloat16"
@@ -61,6 +63,8 @@ def resolve(config: EngineConfig, facts: CheckpointFacts, *, cuda_available: boo
     if prefix_caching is None:
         prefix_caching = config.cache.mamba_cache_mode == "align"
     spec_tokens, spec_method = resolve_spec(config, facts)
+    multiplies_fp8 = device == "cuda" and cuda_capability is not None and cuda_capability >= FP8_CAPABILITY
+    draft_head_dtype = resolve_draft_head(config.spec.draft_head_dtype, spec_method, multiplies_fp8)
     return replace(
         config,
         model=replace(
@@ -70,7 +74,7 @@ def resolve(config: EngineConfig, facts: CheckpointFacts, *, cuda_available: boo
             max_model_len=config.model.max_model_len or facts.max_model_len,
         ),
         cache=replace(config.cache, cache_memory=cache_memory, enable_prefix_caching=prefix_caching),
-        spec=replace(config.spec, spec_tokens=spec_tokens, spec_method=spec_method),
+        spec=replace(config.spec, spec_tokens=spec_tokens, spec_method=spec_method, draft_head_dtype=draft_head_dtype),
     )
 
 
@@ -83,3 +87,15 @@ def resolve_spec(config: EngineConfig, facts: CheckpointFacts) -> tuple[int, str
     if spec_tokens == 0:
         return 0, None
     return spec_tokens, config.spec.spec_method or ("mtp" if facts.num_mtp_layers else "ngram")
+
+
+def resolve_draft_head(wanted: str, spec_method: str | None, multiplies_fp8: bool) -> str:
+    """ "fp8" or "model": the copy of the head that drafts are taken from."""
+    if wanted == "fp8" and not multiplies_fp8:
+        raise ConfigError(
+            "--draft-head-dtype fp8: needs --device cuda and a GPU of compute capability "
+            f"{'.'.join(map(str, FP8_CAPABILITY))} or more; use --draft-head-dtype model"
+        )
+    if wanted == "fp8" and spec_method == "ngram":
+        raise ConfigError("--draft-head-dtype fp8: drafts by ngram are taken from no head; leave it out")
+    return "fp8" if wanted != "model" and multiplies_fp8 and spec_method == "mtp" else "model"

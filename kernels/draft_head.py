@@ -21,18 +21,18 @@ from mambalign.kernels.linear_triton import WORD_BYTES
 from mambalign.kernels.sampling import NO_ID, argmax_rows_reference, best_of_splits
 
 FP8 = torch.float8_e4m3fn
-FP8_CAPABILITY = (8, 9)  # compute capability from which tensor cores multiply it
 FP8_LARGEST: tl.constexpr = tl.constexpr(448.0)
 QUANTIZED_AT_ONCE = 8192  # tokens of the vocabulary, whose weights stand beside the copy in fp32
 
-# (most rows, tiles), the last for any number; block_n are tokens of the vocabulary. A program reads its weights once,
-# so what counts is how many bytes a multiprocessor has under way: about 100 KiB a program, and two programs. Others are
-# tried by `scripts/bench_kernels.py --tiles draft_head`.
+# (most rows, tiles), the last for any number; block_n are tokens of the vocabulary. A program reads its weights once
+# and all of x, which stays in the L2 cache: tiles are wide where there are many rows. What counts besides is how many
+# bytes a multiprocessor has under way: some 200 KiB, of one program or two. `scripts/bench_kernels.py --tiles
+# draft_head` tries others.
 _TILES = [
     (16, Tiles(16, 128, 128, 4, 6)),
-    (32, Tiles(32, 128, 128, 4, 5)),
-    (64, Tiles(64, 128, 128, 4, 4)),
-    (128, Tiles(128, 128, 128, 4, 3)),
+    (32, Tiles(32, 256, 128, 8, 3)),
+    (64, Tiles(64, 256, 128, 8, 5)),
+    (128, Tiles(128, 256, 128, 8, 4)),
     (0, Tiles(256, 128, 128, 8, 4)),
 ]
 
@@ -64,8 +64,7 @@ def quantize_head(head_weight: torch.Tensor) -> DraftHead:
     for first in range(0, vocab_size, QUANTIZED_AT_ONCE):
         at = slice(first, first + QUANTIZED_AT_ONCE)
         part = head_weight[:, at].t().float()
-        largest = part.abs().amax(dim=1)
-        scale[at] = torch.where(largest > 0, largest / FP8_LARGEST.value, 1.0)
+        scale[at] = (part.abs().amax(dim=1) / FP8_LARGEST.value).clamp_(min=torch.finfo(scale.dtype).tiny)
         weight[at, :hidden_size] = part / scale[at, None]
     return DraftHead(weight, scale)
 

@@ -72,6 +72,7 @@ PARTS = (
     Part("bits-chunked-qwen", 540, ("scripts/same_bits.py", "--models", "qwen-1b", "--prefill-scan", "chunked")),
     Part("kernels", 180, ("scripts/bench_kernels.py",), ()),
     Part("chains", 90, ("scripts/bench_chains.py",), ()),
+    Part("drafts", 180, ("scripts/draft_acceptance.py",)),
     Part("precopy", 90, ("scripts/bench_precopy.py", "--quick"), ("msgspec",)),
     Part("decode", 420, (*SERVE, *BATCHES, "--figures", "decode,memory")),
     Part("latency", 240, (*SERVE, "--concurrency", "8", "--figures", "prefill,ttft,memory")),

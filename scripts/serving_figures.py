@@ -91,7 +91,8 @@ class Bench:
         self.core, self.sizes, self.machine, self.mean_kept = core, sizes, machine, mean_kept
         self.engine = SteppedEngine(core, seed)
         dtype = getattr(torch, core.config.model.dtype)
-        self.model = StepModel.of(Path(core.facts.path), dtype, core.spec_tokens)
+        fp8_drafts = core.config.spec.draft_head_dtype == "fp8"
+        self.model = StepModel.of(Path(core.facts.path), dtype, core.spec_tokens, fp8_drafts)
         self.results: dict[str, Any] = {}
         known = torch.cuda.is_available() and torch.cuda.get_device_name() == MUST_DEVICE
         self._must = (MUST if core.spec_tokens else MUST_PLAIN).get(core.facts.name, {}) if known else {}

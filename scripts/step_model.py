@@ -32,6 +32,7 @@ class StepModel:
 
     layer_params: int  # linear layers of the target, without the head
     head_params: int
+    draft_weight_bytes: int  # of one weight of the head that drafts are taken from
     drafter_params: int  # 0 without drafts
     weight_bytes: int  # of one weight
     temporal_bytes: int  # of one row, all layers
@@ -41,7 +42,7 @@ class StepModel:
     num_spec_tokens: int
 
     @classmethod
-    def of(cls, path: Path, dtype: torch.dtype, num_spec_tokens: int) -> "StepModel":
+    def of(cls, path: Path, dtype: torch.dtype, num_spec_tokens: int, fp8_drafts: bool) -> "StepModel":
         """Read `path/config.json`; no weight. Temporal states are fp32, drafts the MTP head's."""
         family, config = family_of(path)
         model = family(config, DummyWeights(dtype, "meta", config.tie_word_embeddings))
@@ -60,6 +61,7 @@ class StepModel:
         return cls(
             layer_params=layers,
             head_params=head,
+            draft_weight_bytes=torch.float8_e4m3fn.itemsize if fp8_drafts else dtype.itemsize,
             drafter_params=drafter,
             weight_bytes=dtype.itemsize,
             temporal_bytes=state_bytes("temporal"),
@@ -77,10 +79,12 @@ class StepModel:
         if not self.drafter_params:
             return 0.0
         kv = machine.seconds(num_rows * context * self.drafter_kv_token_bytes)
+        share = self.draft_weight_bytes / self.weight_bytes  # of the time too, where operations are the limit
+        head_seconds = share * self._matmuls(machine, self.head_params, num_rows)
         seconds = 0.0
         for i in range(self.num_spec_tokens):
             seconds += self._matmuls(machine, self.drafter_params, num_rows if i else num_tokens)
-            seconds += self._matmuls(machine, self.head_params, num_rows) + kv
+            seconds += head_seconds + kv
         return seconds
 
     def decode_seconds(self, machine: Machine, num_rows: int, context: int) -> float:

@@ -11,7 +11,6 @@ import torch
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.draft_addresses import draft_addresses
 from mambalign.kernels.gather_rows import gather_rows
-from mambalign.kernels.sampling import argmax_rows
 from mambalign.kernels.step_addresses import token_slots
 from mambalign.worker.forward_batch import NO_TOKEN, StepRows
 from mambalign.worker.models.hybrid import HybridModel
@@ -80,11 +79,11 @@ class MtpProposer:
         else:
             hidden = gather_rows(self.model.mtp_forward(*inputs), at.last)
         drafts = torch.empty(len(at.last), self.num_spec_tokens, dtype=torch.int64, device=hidden.device)
-        argmax_rows(self.model.mtp_logits(hidden), drafts[:, 0])
+        self.model.draft_tokens(hidden, drafts[:, 0])
         for i in range(1, self.num_spec_tokens):
             inputs = (hidden, drafts[:, i - 1], at.positions[i], at.slots[i], passes[i], self.cache)
             hidden = self.model.mtp_forward(*inputs)
-            argmax_rows(self.model.mtp_logits(hidden), drafts[:, i])
+            self.model.draft_tokens(hidden, drafts[:, i])
         return drafts if drafting is None else self._no_drafts(layout.num_rows).index_copy_(0, drafting, drafts)
 
     def _no_drafts(self, num_rows: int) -> torch.Tensor:

@@ -78,7 +78,7 @@ class FakeCore:
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None):
         path = Path(config.model.model or "")
         facts = read_facts(config.model.model, path)
-        config = resolve(config, facts, cuda_available=False)
+        config = resolve(config, facts, cuda_capability=None)
         if config.cache.cache_memory < 1000:
             raise ConfigError(f"--cache-memory {config.cache.cache_memory}: at least 1000 bytes")
         if progress:

@@ -59,6 +59,7 @@ def test_parse_bytes_refuses(text: str) -> None:
         ({"cache_memory": "lots"}, "'lots' is not a number of bytes"),
         ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization 0.0.*at least 0.05"),
         ({"spec_acceptance": 2.4, "spec_tokens": 1}, "--spec-acceptance 2.4.*at most 2 with --spec-tokens 1"),
+        ({"draft_head_dtype": "int8"}, "--draft-head-dtype 'int8'.*auto, fp8, model$"),
         ({"cache_memory": 0}, "--cache-memory 0.*at least 1"),
         ({"max_model_len": 1}, "--max-model-len 1.*at least 2"),
         ({"max_num_seqs": 0}, "--max-num-seqs 0.*at least 1"),
@@ -97,9 +98,9 @@ def test_server_options_are_checked_too() -> None:
             check_values(part)
 
 
-def resolved(facts: CheckpointFacts = FACTS, cuda: bool = False, **options: object) -> EngineConfig:
+def resolved(facts: CheckpointFacts = FACTS, cuda: tuple[int, int] | None = None, **options: object) -> EngineConfig:
     config = EngineConfig.from_options(**options)
-    return resolve(config, facts, cuda_available=cuda)
+    return resolve(config, facts, cuda_capability=cuda)
 
 
 def test_resolve_on_cpu() -> None:
@@ -110,7 +111,7 @@ def test_resolve_on_cpu() -> None:
 
 
 def test_resolve_on_cuda() -> None:
-    config = resolved(cuda=True, mamba_cache_mode="none")
+    config = resolved(cuda=(9, 0), mamba_cache_mode="none")
     assert (config.model.device, config.model.dtype) == ("cuda", "bfloat16")
     assert config.cache.cache_memory is None  # known when the weights are loaded
     assert config.cache.enable_prefix_caching is False
@@ -125,6 +126,22 @@ def test_resolve_drafts() -> None:
     assert resolved(spec_tokens=1, spec_method="ngram").spec.spec_method == "ngram"
     with pytest.raises(ConfigError, match="no MTP head"):
         resolved(headless, spec_tokens=1, spec_method="mtp")
+
+
+def test_resolve_where_drafts_are_taken_from() -> None:
+    drafts, headless = {"spec_tokens": 1}, replace(FACTS, num_mtp_layers=0)
+    for cuda, wanted in (((9, 0), "fp8"), ((8, 9), "fp8"), ((8, 6), "model"), (None, "model")):
+        assert resolved(cuda=cuda, **drafts).spec.draft_head_dtype == wanted
+    assert resolved(cuda=(9, 0), draft_head_dtype="fp8", **drafts).spec.draft_head_dtype == "fp8"
+    assert resolved(cuda=(9, 0), draft_head_dtype="model", **drafts).spec.draft_head_dtype == "model"
+    assert resolved(cuda=(9, 0), device="cpu", **drafts).spec.draft_head_dtype == "model"
+    assert resolved(cuda=(9, 0)).spec.draft_head_dtype == "model"  # no drafts
+    assert resolved(headless, cuda=(9, 0), **drafts).spec.draft_head_dtype == "model"
+    for cuda, device in ((None, "auto"), ((8, 6), "auto"), ((9, 0), "cpu")):
+        with pytest.raises(ConfigError, match=r"--draft-head-dtype fp8: needs --device cuda.*8\.9.*use .* model"):
+            resolved(cuda=cuda, device=device, draft_head_dtype="fp8", **drafts)
+    with pytest.raises(ConfigError, match="--draft-head-dtype fp8: drafts by ngram"):
+        resolved(cuda=(9, 0), spec_method="ngram", draft_head_dtype="fp8", **drafts)
 
 
 def test_resolve_refuses() -> None:

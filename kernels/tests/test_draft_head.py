@@ -114,6 +114,13 @@ def test_the_copy_of_a_head_is_as_near_as_three_bits_are(device: str) -> None:
     assert not copy[:, 7].any()
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-42, 1e30])
+def test_a_copy_of_extreme_weights_is_finite(value: float, device: str) -> None:
+    head = quantize_head(torch.full((16, 3), value, device=device))
+    assert head.weight.float().isfinite().all() and (head.scale > 0).all()
+    assert draft_tokens(torch.ones(2, 16, device=device), head).tolist() == [0, 0]
+
+
 def test_no_rows_and_tensors_that_do_not_fit(device: str) -> None:
     head = quantize_head(torch.randn(16, 40).to(device))
     assert draft_tokens_triton(torch.empty(0, 16, device=device), head).shape == (0,)

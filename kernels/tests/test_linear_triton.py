@@ -152,4 +152,7 @@ def test_kernels_compile_for_a_gpu() -> None:
     script = Path(__file__).with_name("compile_for_sm90.py")
     answer = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=500)
     assert answer.returncode == 0, answer.stderr[-2000:]
-    assert not json.loads(answer.stdout)["failed"]
+    compiled = json.loads(answer.stdout)
+    assert not compiled["failed"]
+    of_drafts = [each for name, each in compiled["kernels"].items() if name.startswith("draft scores")]
+    assert of_drafts and all(each["wgmma"] for each in of_drafts)  # fp8 in tensor cores, not widened before

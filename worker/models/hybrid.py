@@ -9,8 +9,10 @@ from typing import Any, Protocol
 import torch
 
 from mambalign.kernels.attention_rows import AttentionRows
+from mambalign.kernels.draft_head import DraftHead, draft_tokens, quantize_head
 from mambalign.kernels.gather_rows import gather_rows
 from mambalign.kernels.linear import linear
+from mambalign.kernels.sampling import argmax_rows
 from mambalign.worker.forward_batch import ForwardBatch
 from mambalign.worker.models.layers import ForwardContext, Linear, OutputTokens, RMSNorm
 from mambalign.worker.models.loader import Weights
@@ -63,6 +65,7 @@ class HybridModel:
     blocks: list[Block]
     final_norm: RMSNorm
     mtp: MtpHead | None = None
+    draft_head: DraftHead | None = None  # None: drafts are taken from the target's own head
     chunk_tokens: int | None  # of a prompt, that `--prefill-scan chunked` scans together; None: no layer has a scan
 
     def __init__(self, config: HybridConfig, weights: Weights):
@@ -143,11 +146,22 @@ class HybridModel:
         """Run the MTP head over T slots; slot p holds (hidden of p-1, token p) and attends to slots 1 .. p.
 
         prev_hidden [T, hidden]: what `forward` or `mtp_forward` returned for the token before. Returns [T, hidden]
-        for `mtp_logits`, and to be fed back for the next draft; with `outputs` (only if `mtp_keys_come_first`) that of
-        its tokens, [D, hidden].
+        for `draft_tokens`, and to be fed back for the next draft; with `outputs` (only if `mtp_keys_come_first`) that
+        of its tokens, [D, hidden].
         """
         context = ForwardContext(cache, positions, slot_mapping, attention, outputs=outputs)
         return self.mtp(self.embed(token_ids), prev_hidden, context)
+
+    def quantize_draft_head(self) -> None:
+        """Take drafts from a copy of the head in fp8 from now on. It takes `draft_head_bytes` of memory."""
+        self.draft_head = quantize_head(self.head_weight)
+
+    def draft_tokens(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """[M, hidden] of `mtp_forward` -> the best token of each row, written to out int64 [M] (may be apart)."""
+        if self.draft_head is None:
+            argmax_rows(self.mtp_logits(hidden), out)
+        else:
+            draft_tokens(hidden, self.draft_head, out)
 
     def mtp_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[M, hidden] of `mtp_forward` -> [M, vocab], fp32, through the target's own head."""
