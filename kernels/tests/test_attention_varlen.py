@@ -27,8 +27,8 @@ from mambalign.kernels.attention import (
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.attention_triton import launch_attention
 from mambalign.kernels.cpu import attention as cpu
+from mambalign.kernels.place_heads import place_heads_on_gpu
 from mambalign.kernels.tolerances import tolerance
-from mambalign.kernels.write_kv import launch_write
 
 Attend = Callable[..., torch.Tensor]
 ON_GPU = torch.cuda.is_available()
@@ -268,9 +268,13 @@ TILES = {} if ON_GPU else {"split_tokens": 32, "tiles": attention_triton.Tiles(1
 DTYPES = [torch.float32, torch.bfloat16 if ON_GPU else torch.float16]  # the interpreter multiplies bf16 as integers
 
 
+def write_by_kernel(keys, values, key, value, slots: torch.Tensor) -> None:
+    place_heads_on_gpu(key, key, value, keys, values, slots, slots)
+
+
 def triton_cache(shape: Shape, by_split: bool | None, dtype: torch.dtype, device: str, seed: int = 0) -> Cache:
     attend = partial(launch_attention, by_split=by_split, **TILES)
-    return Cache(shape, attend, launch_write, dtype, device, seed)
+    return Cache(shape, attend, write_by_kernel, dtype, device, seed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -316,21 +320,11 @@ def test_kernel_bits(device: str, shape: Shape, dtype: torch.dtype) -> None:
         assert torch.equal(text.output, want[: text.num_computed]), len(text)
 
 
-def test_kernel_write(device: str) -> None:
-    caches = [torch.zeros(2, 6, 5, 2, 7, device=device) for _ in range(2)]
-    qkv = torch.randn(6, 8, 7, device=device)
-    slots = torch.tensor([7, -1, 29, 0, -3, 12], device=device)
-    for cache, write in zip(caches, (launch_write, write_kv_varlen_reference), strict=True):
-        write(*cache.unbind(), qkv[:, 4:6], qkv[:, 6:], slots)
-    assert torch.equal(*caches)
-
-
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from mambalign.kernels import attention_triton as a
-from mambalign.kernels.write_kv import write_kv_kernel
 
 def build(kernel, kinds, constants, num_warps, num_stages=2):
     names, constants = kernel.arg_names, constants | {"PDL": True}
@@ -343,11 +337,10 @@ def build(kernel, kinds, constants, num_warps, num_stages=2):
 SHAPES = (("bf16", 32, 8, 128), ("bf16", 4, 1, 64), ("bf16", 16, 4, 256), ("fp32", 4, 2, 64), ("fp32", 32, 8, 128))
 for kind, heads, kv_heads, dim in SHAPES:
     tensor, ints = "*" + kind, "*i32"
-    kinds = {"scale_log2": "fp32", "p_slot": "*i64", "p_part": "*fp32", "p_part_scalars": "*fp32"}
-    kinds |= dict.fromkeys(("p_query", "p_out", "p_key_cache", "p_value_cache", "p_key", "p_value"), tensor)
+    kinds = {"scale_log2": "fp32", "p_part": "*fp32", "p_part_scalars": "*fp32"}
+    kinds |= dict.fromkeys(("p_query", "p_out", "p_key_cache", "p_value_cache"), tensor)
     kinds |= dict.fromkeys(("p_query_start", "p_query_len", "p_context_len", "p_block_table"), ints)
-    kinds |= dict.fromkeys(("query_stride", "table_width", "num_used", "num_splits", "first_key", "key_stride",
-                            "value_stride"), "i32")
+    kinds |= dict.fromkeys(("query_stride", "table_width", "num_used", "num_splits", "first_key"), "i32")
     shape = {"GROUP": heads // kv_heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim, "BLOCK_D": dim, "SPLIT_TOKENS": 512}
     number_bytes = 4 if kind == "fp32" else 2
     for by_split, num_used in ((True, 16), (True, 32), (True, 64), (False, 1000)):
@@ -358,12 +351,8 @@ for kind, heads, kv_heads, dim in SHAPES:
             built = build(kernel, kinds, shape | attending, tiles.num_warps, tiles.num_stages)
             print(kernel.__name__, kind, dim, num_used, "shared", built.metadata.shared)
             assert built.metadata.shared <= 232448, (dim, num_used, built.metadata.shared)  # of a multiprocessor
-    for kernel, constants, num_warps in (
-        (a.attention_merge_kernel, shape | {"MERGE_ROWS": a.MERGE_ROWS}, 4),
-        (write_kv_kernel, {"WIDTH": kv_heads * dim, "BLOCK": kv_heads * dim}, 4),
-    ):
-        built = build(kernel, kinds, constants, num_warps)
-        print(kernel.__name__, kind, dim, "shared", built.metadata.shared, len(built.asm["cubin"]))
+    built = build(a.attention_merge_kernel, kinds, shape | {"MERGE_ROWS": a.MERGE_ROWS}, 4)
+    print(built.name, kind, dim, "shared", built.metadata.shared, len(built.asm["cubin"]))
 """
 
 
@@ -371,4 +360,4 @@ def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("shared") == 3 * 6 + 2 * 5
+    assert done.stdout.count("shared") == 3 * 5 + 2 * 4
