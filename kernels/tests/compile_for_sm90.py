@@ -31,7 +31,6 @@ from mambalign.kernels import (
     place_heads,
     rms_norm,
     sampling,
-    sigmoid_mul,
     silu_mul,
     slot_rows,
     verify_drafts,
@@ -129,12 +128,6 @@ def compile_place_heads(num_heads: int, kv_heads: int, head_dim: int, half: int,
     constants = {"HEADS": num_heads, "KV_HEADS": kv_heads, "D": head_dim, "HALF": half, "HAS_NORM": norm}
     constants |= {"BLOCK": triton.next_power_of_2(head_dim), "WORD": word if head_dim % word == 0 else 1}
     return compile_kernel(place_heads.place_heads_kernel, types, constants, num_warps=1 if num_heads else 4)
-
-
-def compile_sigmoid_mul():
-    types = dict.fromkeys(("p_x", "p_gate", "p_out"), "*bf16")
-    constants = {"X_STRIDE": 4096, "GATE_STRIDE": 10240, "WIDTH": 4096, "BLOCK": sigmoid_mul.BLOCK}
-    return compile_kernel(sigmoid_mul.sigmoid_mul_kernel, types, constants)
 
 
 def compile_sampling(which: str):
@@ -265,7 +258,7 @@ def main() -> None:
     cases |= {"norm": (compile_norm, 4096, bf16), "norm small": (compile_norm, 256, fp32)}
     cases |= {"norm of segments": (compile_norm, 4096, bf16, 4), "merge": (compile_merge, 4, bf16)}
     cases |= {"gated": (compile_gated, 1024, bf16), "gated small": (compile_gated, 256, fp32)}
-    cases |= {"then gate": (compile_then_gate, 128, bf16), "sigmoid_mul": (compile_sigmoid_mul,)}
+    cases |= {"then gate": (compile_then_gate, 128, bf16)}
     cases |= {which: (compile_sampling, which) for which in ("argmax", "merge")}
     of_integers = partial(compile_integers, NUM_DRAFTS=3, WIDTH=4, BLOCK_W=4)
     few, many = partial(of_integers, BLOCK=4), partial(of_integers, BLOCK=slot_rows.BLOCK)

@@ -6,7 +6,6 @@ from mambalign.kernels.attention import paged_attention_varlen
 from mambalign.kernels.gather_rows import gather_rows
 from mambalign.kernels.head_norm import HeadNorms
 from mambalign.kernels.place_heads import place_heads
-from mambalign.kernels.sigmoid_mul import sigmoid_mul
 from mambalign.worker.models.layers import ForwardContext, Linear, ZeroCentredRMSNorm
 from mambalign.worker.models.loader import Weights
 from mambalign.worker.models.rotary import Rotary
@@ -46,5 +45,6 @@ class GatedAttention:
             tokens, attention = context.outputs.tokens, context.outputs.attention
             query = gather_rows(query.flatten(1), tokens).unflatten(1, (-1, self.head_dim))
             gate = gather_rows(gate, tokens)
-        y = paged_attention_varlen(query, keys, values, attention, self.head_dim**-0.5)
-        return self.o_proj(sigmoid_mul(y.flatten(1), gate))
+        gate = gate.unflatten(1, (-1, self.head_dim))
+        y = paged_attention_varlen(query, keys, values, attention, self.head_dim**-0.5, gate)
+        return self.o_proj(y.flatten(1))
