@@ -24,17 +24,16 @@ KERNEL_MODULES = (
     "expert_routing",
     "gather_rows",
     "grouped_linear",
-    "head_norm",
     "linear_triton",
     "mamba_state_copy",
     "mamba_state_table",
     "move_bytes",
     "padded_rows",
+    "place_heads",
     "postprocess_mamba",
     "precopy_mamba_align",
     "preprocess_mamba_align",
     "rms_norm",
-    "rotary",
     "sampling",
     "scatter_rows",
     "sigmoid_mul",
@@ -42,7 +41,6 @@ KERNEL_MODULES = (
     "slot_rows",
     "step_addresses",
     "verify_drafts",
-    "write_kv",
 )
 
 IMPORTED_TOO_EARLY = "triton" in sys.modules and os.environ.get(INTERPRET) != "1"
