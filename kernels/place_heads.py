@@ -2,7 +2,9 @@
 
 Formula, for a layer that has both: x = weight * (x * rsqrt(mean(x^2 of the head) + eps)), rounded; then, on the first
 2 * half channels, x_j * cos -+ x_partner * sin, rounded. A layer may have either or none: its keys and values are then
-copied as they are. On a CPU three functions do it one after the other, on a GPU one launch, with the bits of the three.
+copied as they are. On a CPU three functions do it one after the other. On a GPU one launch does where heads are normed,
+a warp a head. Heads that are only turned are turned by one that takes all of a token's together, and copied by another:
+a prompt of 4,096 tokens takes 24 us so on an H200, and 237 a head at a time.
 """
 
 import torch
@@ -12,18 +14,9 @@ import triton.language as tl
 from mambalign.kernels.attention import check_layout, write_kv_varlen
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 from mambalign.kernels.head_norm import HeadNorms, norm_heads
-from mambalign.kernels.rotary import rotary_embed
+from mambalign.kernels.rotary import rotary_embed, rotary_embed_on_gpu
 
 WORD_BYTES = 16  # widest load of a thread
-
-
-@triton.jit
-def _load(p_x, p_weight, mask, HAS_NORM: tl.constexpr):
-    """Numbers, and their weights in the norm."""
-    b_x, b_weight = tl.load(p_x, mask=mask, other=0.0), 1.0
-    if HAS_NORM:
-        b_weight = tl.load(p_weight, mask=mask, other=0.0)
-    return b_x, b_weight
 
 
 @triton.jit
@@ -31,26 +24,27 @@ def _placed(
     p_head, p_weight, p_table, position, last_position, eps,
     D: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The head [BLOCK] at p_head, normed, then turned to its position. fp32, rounded after each."""
+    """The head [BLOCK] at p_head, normed, then turned to its position; fp32, rounded after each. Or as it is."""
     o_d = tl.arange(0, BLOCK)
-    is_low, is_turned = o_d < HALF, o_d < 2 * HALF
-    b_x, b_weight = _load(p_head + o_d, p_weight + o_d, o_d < D, HAS_NORM)
-    if HALF > 0:  # all is loaded before anything waits
-        o_partner = tl.where(is_low, o_d + HALF, o_d - HALF)
-        b_partner, b_partner_weight = _load(p_head + o_partner, p_weight + o_partner, is_turned, HAS_NORM)
-        i_line = tl.minimum(tl.maximum(position, 0), last_position).to(tl.int64)
-        p_cos = p_table + i_line * (2 * HALF) + tl.where(is_low, o_d, o_d - HALF)
-        b_cos = tl.load(p_cos, mask=is_turned, other=0.0)
-        b_sin = tl.load(p_cos + HALF, mask=is_turned, other=0.0)
+    b_x = tl.load(p_head + o_d, mask=o_d < D, other=0.0)
     if HAS_NORM:
+        b_weight = tl.load(p_weight + o_d, mask=o_d < D, other=0.0)
+        if HALF > 0:  # all is loaded before anything waits
+            is_low, is_turned = o_d < HALF, o_d < 2 * HALF
+            o_partner = tl.where(is_low, o_d + HALF, o_d - HALF)
+            b_partner = tl.load(p_head + o_partner, mask=is_turned, other=0.0)
+            b_partner_weight = tl.load(p_weight + o_partner, mask=is_turned, other=0.0)
+            i_line = tl.minimum(tl.maximum(position, 0), last_position).to(tl.int64)
+            p_cos = p_table + i_line * (2 * HALF) + tl.where(is_low, o_d, o_d - HALF)
+            b_cos = tl.load(p_cos, mask=is_turned, other=0.0)
+            b_sin = tl.load(p_cos + HALF, mask=is_turned, other=0.0)
         b_x32 = b_x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(b_x32 * b_x32, 0) / D + eps)
         b_x = (b_weight * (b_x32 * scale)).to(b_x.dtype)
-    if HALF > 0:
-        if HAS_NORM:
+        if HALF > 0:
             b_partner = (b_partner_weight * (b_partner.to(tl.float32) * scale)).to(b_x.dtype)
-        b_product = b_partner.to(tl.float32) * tl.where(is_low, -b_sin, b_sin)
-        b_x = tl.where(is_turned, tl.fma(b_x.to(tl.float32), b_cos, b_product).to(b_x.dtype), b_x)
+            b_product = b_partner.to(tl.float32) * tl.where(is_low, -b_sin, b_sin)
+            b_x = tl.where(is_turned, tl.fma(b_x.to(tl.float32), b_cos, b_product).to(b_x.dtype), b_x)
     return b_x
 
 
@@ -66,10 +60,11 @@ def place_heads_kernel(
 ):  # fmt: skip
     """query = rotary(norm(query)) in place; key cache[slot] = rotary(norm(key)); value cache[slot] = value.
 
+    Without HAS_NORM nothing is normed or turned. HALF = 0: no rotary.
+
     Grid (tokens, heads of query, then of key, then of value). A program owns one head of one token; that of a key or a
     value writes nothing when the slot is negative. Reads heads, slots, positions, that line of the table, weights;
-    writes queries and caches. fp32, rounded after the norm and after the turn. HALF = 0: no rotary. WORD divides the
-    strides.
+    writes queries and caches. fp32, rounded after the norm and after the turn. WORD divides the strides.
     """
     wait_for_inputs(PDL)
     i_token, i_head, o_d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
@@ -103,12 +98,13 @@ def place_heads_on_gpu(
     norms: HeadNorms | None = None,
     table: torch.Tensor | None = None,
 ) -> None:
-    """`place_heads` by the kernel; leaves `key` as it was."""
+    """`place_heads` by its kernels."""
     num_heads, kv_heads, head_dim = query.shape[1], key.shape[1], key.shape[2]
     half, num_warps = 0 if table is None else table.shape[2], 1
-    if norms is None and table is None:  # nothing is done to single heads: those of a token are copied as one
-        num_heads, kv_heads, head_dim = 0, 1, kv_heads * head_dim
-        num_warps = 4
+    if norms is None:  # the heads of a token are copied as one, all of them turned before if they have to be
+        if table is not None:
+            rotary_embed_on_gpu(query, key, positions, table)
+        num_heads, kv_heads, head_dim, half, num_warps = 0, 1, kv_heads * head_dim, 0, 4
     word = WORD_BYTES // key.element_size()
     if any(x.stride(0) % word or x.data_ptr() % WORD_BYTES for x in (query, key, value)) or head_dim % word:
         word = 1

@@ -31,6 +31,7 @@ from mambalign.kernels import (
     padded_rows,
     place_heads,
     rms_norm,
+    rotary,
     sampling,
     silu_mul,
     slot_rows,
@@ -140,11 +141,20 @@ def compile_place_heads(num_heads: int, kv_heads: int, head_dim: int, half: int,
     word = WORD_BYTES // dtype.itemsize
     names = ("p_query", "p_key", "p_value", "p_key_cache", "p_value_cache", "p_table", "p_q_weight", "p_k_weight")
     types = dict.fromkeys(names, f"*{NAMES[dtype]}") | {"p_slot": "*i64", "p_positions": "*i64", "eps": "fp32"}
-    types |= {"p_table": "*fp32"} if half else {}
-    types |= {"p_q_weight": "*fp32", "p_k_weight": "*fp32"} if norm else {}
+    types |= dict.fromkeys(("p_table", "p_q_weight", "p_k_weight"), "*fp32") if norm else {}
     constants = {"HEADS": num_heads, "KV_HEADS": kv_heads, "D": head_dim, "HALF": half, "HAS_NORM": norm}
     constants |= {"BLOCK": triton.next_power_of_2(head_dim), "WORD": word if head_dim % word == 0 else 1}
     return compile_kernel(place_heads.place_heads_kernel, types, constants, num_warps=1 if num_heads else 4)
+
+
+def compile_rotary(num_heads: int, kv_heads: int, head_dim: int, half: int, dtype: torch.dtype):
+    name, power = f"*{NAMES[dtype]}", triton.next_power_of_2
+    types = {"p_query": name, "p_key": name, "p_positions": "*i64", "p_table": "*fp32"}
+    stride = (num_heads + 2 * kv_heads) * head_dim
+    constants = {"Q_STRIDE": stride, "K_STRIDE": stride, "NUM_HEADS": num_heads, "KV_HEADS": kv_heads}
+    constants |= {"HEAD_DIM": head_dim, "HALF": half}
+    constants |= {"BLOCK_H": power(num_heads), "BLOCK_KV": power(kv_heads), "BLOCK_J": power(half)}
+    return compile_kernel(rotary.rotary_kernel, types, constants)
 
 
 def compile_sampling(which: str):
@@ -301,9 +311,9 @@ def main() -> None:
     cases |= {"gather rows": (compile_gather_rows,)}
     cases |= {"draw": (compile_draw,)}
     cases |= {f"activation {relu2}": (compile_activation, relu2) for relu2 in (False, True)}
+    cases |= {"rotary": (compile_rotary, 32, 8, 128, 64, bf16), "rotary half": (compile_rotary, 6, 2, 33, 8, fp32)}
     cases |= {
         "place heads": (compile_place_heads, 16, 4, 256, 32, True, bf16),  # Qwen3.5 9B
-        "place heads, rotary": (compile_place_heads, 32, 8, 128, 64, False, bf16),
         "place heads, copy": (compile_place_heads, 0, 1, 8 * 128, 0, False, bf16),  # Nemotron-H 8B
         "place heads, odd": (compile_place_heads, 6, 2, 33, 8, True, fp32),
     }

@@ -34,6 +34,7 @@ KERNEL_MODULES = (
     "precopy_mamba_align",
     "preprocess_mamba_align",
     "rms_norm",
+    "rotary",
     "sampling",
     "scatter_rows",
     "sigmoid_mul",
