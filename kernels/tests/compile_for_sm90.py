@@ -24,6 +24,7 @@ from mambalign.kernels import (
     draft_head,
     draw_tokens,
     expert_routing,
+    gate_mul,
     gated_delta_chunk_scan,
     gated_delta_chunk_solve,
     gather_rows,
@@ -34,7 +35,6 @@ from mambalign.kernels import (
     rotary,
     sampling,
     sigmoid_mul,
-    silu_mul,
     slot_rows,
     verify_drafts,
 )
@@ -197,10 +197,11 @@ def compile_rotary(num_heads: int, kv_heads: int, head_dim: int, half: int, dtyp
     return compile_kernel(rotary.rotary_kernel, types, constants)
 
 
-def compile_silu_mul(dtype: torch.dtype, x_dtype: torch.dtype):
+def compile_gate_mul(dtype: torch.dtype, x_dtype: torch.dtype, gelu: bool):
     types = {"p_gate": f"*{NAMES[dtype]}", "p_x": f"*{NAMES[x_dtype]}", "p_out": f"*{NAMES[dtype]}"}
     types |= {"gate_scale": "fp32", "scale": "fp32"}
-    return compile_kernel(silu_mul.silu_mul_kernel, types, {"BLOCK": silu_mul.BLOCK, "WORD": silu_mul.WORD})
+    constants = {"GELU": gelu, "BLOCK": gate_mul.BLOCK, "WORD": gate_mul.WORD}
+    return compile_kernel(gate_mul.gate_mul_kernel, types, constants)
 
 
 def compile_routing(num_experts: int, top_k: int, num_groups: int, sigmoid: bool):
@@ -317,7 +318,8 @@ def main() -> None:
     cases |= {"draw": (compile_draw,)}
     cases |= {f"activation {relu2}": (compile_activation, relu2) for relu2 in (False, True)}
     cases |= {"rotary": (compile_rotary, 32, 8, 128, 64, bf16), "rotary half": (compile_rotary, 6, 2, 33, 8, fp32)}
-    cases |= {"silu_mul": (compile_silu_mul, bf16, bf16), "silu_mul of a scan": (compile_silu_mul, bf16, fp32)}
+    cases |= {f"gate_mul {gelu}": (compile_gate_mul, bf16, bf16, gelu) for gelu in (False, True)}
+    cases |= {"gate_mul of a scan": (compile_gate_mul, bf16, fp32, False)}
 
     cases |= {
         "routing nano": (compile_routing, 128, 6, 1, True),
