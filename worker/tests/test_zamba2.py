@@ -22,19 +22,21 @@ from mambalign.worker.tests.served import (
 
 MAMBA, HYBRID = "linear_attention", "hybrid"
 # Odd sizes on purpose: groups and heads that are no power of two, ranks that fill no vector, a vocabulary that fills no
-# tile. A shared transformer that is used three times, two that take turns, and with an untied head one a use.
+# tile. A shared transformer that is used three times, two that take turns, and with an untied head one a use. It has no
+# residual: with larger weights it magnifies rounding, transformers' as much as ours.
+RANGE = dict(initializer_range=0.12)
 SMALL = {
-    "one block": dict(
+    "one block": RANGE | dict(
         vocab_size=97, hidden_size=48, intermediate_size=51, num_hidden_layers=5, num_attention_heads=6,
         layers_block_type=[HYBRID, MAMBA, HYBRID, HYBRID, MAMBA], n_mamba_heads=6, mamba_ngroups=3, mamba_d_state=12,
         adapter_rank=5, use_shared_attention_adapter=True, use_mem_rope=True, rms_norm_eps=0.05,
     ),
-    "two blocks": dict(
+    "two blocks": RANGE | dict(
         vocab_size=130, hidden_size=40, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
         layers_block_type=[MAMBA, MAMBA, HYBRID, HYBRID, MAMBA, HYBRID], n_mamba_heads=10, mamba_ngroups=2,
         mamba_d_state=7, mamba_d_conv=3, adapter_rank=9, num_mem_blocks=2, add_bias_linear=True,
     ),
-    "untied": dict(
+    "untied": RANGE | dict(
         vocab_size=97, hidden_size=36, intermediate_size=51, num_hidden_layers=4, num_attention_heads=3,
         layers_block_type=[MAMBA, HYBRID, HYBRID, HYBRID], n_mamba_heads=3, mamba_d_state=12, adapter_rank=5,
         num_mem_blocks=2, use_shared_attention_adapter=True, use_mem_rope=True, tie_word_embeddings=False,
@@ -78,8 +80,7 @@ NUM_PARAMETERS = {
 
 @pytest.fixture(scope="module", params=SMALL)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # a shared transformer has no residual: with larger weights it magnifies rounding, transformers' as much as ours
-    model = random_model(Zamba2ForCausalLM, Zamba2Config, SMALL[request.param], initializer_range=0.12)
+    model = random_model(Zamba2ForCausalLM, Zamba2Config, SMALL[request.param])
     options = {"max_shard_size": "30kB"} if request.param == "two blocks" else {}
     return write_checkpoint(tmp_path_factory.mktemp("models") / "zamba2", model, **options)
 
