@@ -11,7 +11,7 @@ import torch
 
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.attention_triton import launch_attention
-from mambalign.kernels.write_kv import launch_write
+from mambalign.kernels.sigmoid_mul import sigmoid_mul
 
 MOST_GROUP = 32  # heads that share a kv head
 CPU_DTYPES = (torch.float32, torch.bfloat16)
@@ -27,12 +27,9 @@ def write_kv_varlen(
     """Put key and value [T, kv_heads, head_dim] at slots of the caches [blocks, kv_block_tokens, kv_heads, head_dim].
 
     slot_mapping: int64 [T], block id * kv_block_tokens + offset; a token with a negative slot is not written. Tokens
-    of key and value may lie apart (views), heads of a token not. Raises ValueError for layouts that do not fit.
+    of key and value may lie apart (views), heads of a token not. On a GPU `place_heads` does it.
     """
-    _check(key_cache, value_cache, key, value)
-    if key.is_cuda:
-        launch_write(key_cache, value_cache, key, value, slot_mapping)
-    elif key.dtype in CPU_DTYPES:
+    if key.dtype in CPU_DTYPES:
         from mambalign.kernels.cpu import attention as cpu
 
         cpu.write_kv(key_cache, value_cache, key, value, slot_mapping)
@@ -55,25 +52,35 @@ def write_kv_varlen_reference(
 
 
 def paged_attention_varlen(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, rows: AttentionRows, scale: float
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    rows: AttentionRows,
+    scale: float,
+    gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from query [T, heads, head_dim] to the caches [blocks, kv_block_tokens, kv_heads, head_dim].
 
     The rows' own keys must be in the cache already. Query head h uses key head h // (heads / kv_heads). Returns
     [T, heads, head_dim], contiguous, in the dtype of query: 0 for a query without visible keys, anything for a token
-    of no row. Tokens of query may lie apart (a view). Raises ValueError for layouts that do not fit.
+    of no row. gate: as query; what is attended is rounded, then multiplied by sigmoid(gate). Tokens of query and of
+    gate may lie apart (views). Raises ValueError for layouts that do not fit.
     """
-    _check(key_cache, value_cache, query)
+    check_layout(key_cache, value_cache, query, *(() if gate is None else (gate,)))
     num_heads, kv_heads = query.shape[1], key_cache.shape[2]
     if num_heads % kv_heads or num_heads > MOST_GROUP * kv_heads or scale <= 0:
         raise ValueError(f"attention of {num_heads} heads over {kv_heads} kv heads, scale {scale}")
+    if gate is not None and gate.shape != query.shape:
+        raise ValueError(f"a gate {tuple(gate.shape)} of queries {tuple(query.shape)}")
     if query.is_cuda:
-        return launch_attention(query, key_cache, value_cache, rows, scale)
+        return launch_attention(query, key_cache, value_cache, rows, scale, gate)
     if query.dtype in CPU_DTYPES:
         from mambalign.kernels.cpu import attention as cpu
 
-        return cpu.paged_attention(query, key_cache, value_cache, rows, scale)
-    return paged_attention_varlen_reference(query, key_cache, value_cache, rows, scale)
+        out = cpu.paged_attention(query, key_cache, value_cache, rows, scale)
+    else:
+        out = paged_attention_varlen_reference(query, key_cache, value_cache, rows, scale)
+    return out if gate is None else sigmoid_mul(out, gate)
 
 
 def paged_attention_varlen_reference(
@@ -101,7 +108,8 @@ def paged_attention_varlen_reference(
     return out
 
 
-def _check(key_cache: torch.Tensor, value_cache: torch.Tensor, *tokens: torch.Tensor) -> None:
+def check_layout(key_cache: torch.Tensor, value_cache: torch.Tensor, *tokens: torch.Tensor) -> None:
+    """Raises ValueError unless tokens [T, some heads, head_dim], perhaps views, suit the paged caches."""
     if not (key_cache.is_contiguous() and value_cache.is_contiguous() and key_cache.shape == value_cache.shape):
         raise ValueError("attention wants contiguous key and value caches of one shape")
     for each in tokens:

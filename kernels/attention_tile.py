@@ -83,6 +83,16 @@ def normalise(b_total, b_sum):
 
 
 @triton.jit
+def head_offsets(
+    first_token, o_row, stride, i_kv_head, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """[rows, BLOCK_D], tile row i: head i % GROUP of the kv head's group, of query i // GROUP; `stride` of a token."""
+    o_head = (first_token + o_row // GROUP).to(tl.int64) * stride
+    o_head += (i_kv_head * GROUP + o_row % GROUP) * HEAD_DIM
+    return o_head[:, None] + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
 def load_queries(
     p_query,
     first_token,
@@ -94,9 +104,8 @@ def load_queries(
     BLOCK_D: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """[TILE_ROWS, BLOCK_D], row i: head i % GROUP of the kv head's group, of query i // GROUP; 0 past the last one."""
+    """[TILE_ROWS, BLOCK_D] of `head_offsets`; 0 past the last query."""
     o_row, o_dim = tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_D)
-    o_query = (first_token + o_row // GROUP).to(tl.int64) * query_stride
-    o_query += (i_kv_head * GROUP + o_row % GROUP) * HEAD_DIM
+    o_query = head_offsets(first_token, o_row, query_stride, i_kv_head, GROUP, HEAD_DIM, BLOCK_D)
     mask = (o_row // GROUP < num_queries)[:, None] & (o_dim < HEAD_DIM)[None, :]
-    return tl.load(p_query + o_query[:, None] + o_dim[None, :], mask=mask, other=0.0)
+    return tl.load(p_query + o_query, mask=mask, other=0.0)

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 
 from mambalign.kernels.attention_rows import AttentionRows
-from mambalign.kernels.attention_tile import attend_split, load_blocks, load_queries, merge, normalise
+from mambalign.kernels.attention_tile import attend_split, head_offsets, load_blocks, load_queries, merge, normalise
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
+from mambalign.kernels.sigmoid_mul import gated
 
 SPLIT_TOKENS = 512
 KEY_TILE = {2: 64, 4: 32}  # keys of a tile by bytes of a number: part of the order of addition
@@ -118,6 +119,7 @@ def attention_splits_kernel(
 )
 def attention_merge_kernel(
     p_out,
+    p_gate,
     p_query_start,
     p_query_len,
     p_context_len,
@@ -132,12 +134,13 @@ def attention_merge_kernel(
     BLOCK_D: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = merge of a row's splits, in order, over l.
+    """out = merge of a row's splits, in order, over l; times sigmoid(gate), if GATE_STRIDE is not 0.
 
     Grid: (rows, kv heads, tiles of MERGE_ROWS of the num_used tile rows). A program owns some (query, head) of a row.
-    Reads what `attention_splits_kernel` left; writes out [tokens, heads, HEAD_DIM]. Sums in fp32.
+    Reads what `attention_splits_kernel` left, and gates; writes out [tokens, heads, HEAD_DIM]. Sums in fp32.
     """
     wait_for_inputs(PDL)
     i_row, i_kv_head, i_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -147,6 +150,10 @@ def attention_merge_kernel(
         o_row, o_dim = i_tile * MERGE_ROWS + tl.arange(0, MERGE_ROWS), tl.arange(0, BLOCK_D)
         is_used = o_row < num_queries * GROUP
         mask = is_used[:, None] & (o_dim < HEAD_DIM)[None, :]
+        first_token = tl.load(p_query_start + i_row)
+        if GATE_STRIDE > 0:  # here, so that nothing waits for it behind the splits
+            o_gate = head_offsets(first_token, o_row, GATE_STRIDE, i_kv_head, GROUP, HEAD_DIM, BLOCK_D)
+            b_gate = tl.load(p_gate + o_gate, mask=mask, other=0.0)
         i_first = (i_row.to(tl.int64) * KV_HEADS + i_kv_head) * num_splits
         b_top = tl.full([MERGE_ROWS], -1e30, tl.float32)
         b_total = tl.zeros([MERGE_ROWS], tl.float32)
@@ -158,10 +165,11 @@ def attention_merge_kernel(
             b_split_total = tl.load(p_scalars + num_used, mask=is_used, other=0.0)
             b_split_sum = tl.load(p_part + o_part[:, None] + o_dim[None, :], mask=mask, other=0.0)
             b_top, b_total, b_sum = merge(b_top, b_total, b_sum, b_split_top, b_split_total, b_split_sum, scale_log2)
-        o_out = (tl.load(p_query_start + i_row) + o_row // GROUP).to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM)
-        o_out += (i_kv_head * GROUP + o_row % GROUP) * HEAD_DIM
-        b_out = normalise(b_total, b_sum)
-        tl.store(p_out + o_out[:, None] + o_dim[None, :], b_out.to(p_out.dtype.element_ty), mask=mask)
+        b_out = normalise(b_total, b_sum).to(p_out.dtype.element_ty)
+        if GATE_STRIDE > 0:
+            b_out = gated(b_out, b_gate)
+        o_out = head_offsets(first_token, o_row, KV_HEADS * GROUP * HEAD_DIM, i_kv_head, GROUP, HEAD_DIM, BLOCK_D)
+        tl.store(p_out + o_out, b_out, mask=mask)
 
 
 @triton.jit(
@@ -170,6 +178,7 @@ def attention_merge_kernel(
 )
 def attention_rows_kernel(
     p_out,
+    p_gate,
     p_query,
     p_key_cache,
     p_value_cache,
@@ -190,12 +199,13 @@ def attention_rows_kernel(
     KEY_TILE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = attention of a tile of queries over all of their keys, split by split.
+    """out = attention of a tile of queries over all of their keys, split by split; times sigmoid(gate), if any.
 
     Grid: (rows, kv heads, tiles of TILE_ROWS // GROUP queries of the longest row). A program owns one tile of a row for
-    one kv head, and does nothing past the row's queries. Reads queries, caches and tables; writes out
+    one kv head, and does nothing past the row's queries. Reads queries, caches, tables and gates; writes out
     [tokens, heads, HEAD_DIM]. Sums in fp32.
     """
     wait_for_inputs(PDL)
@@ -225,11 +235,14 @@ def attention_rows_kernel(
                 KV_BLOCK, KV_HEADS, HEAD_DIM, BLOCK_D, KEY_TILE, TILE_ROWS,
             )  # fmt: skip
             b_top, b_total, b_sum = merge(b_top, b_total, b_sum, b_split_top, b_split_total, b_split_sum, scale_log2)
-        o_out = (first_token + o_row // GROUP).to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM)
-        o_out += (i_kv_head * GROUP + o_row % GROUP) * HEAD_DIM
         mask = (o_row // GROUP < num_queries)[:, None] & (o_dim < HEAD_DIM)[None, :]
-        b_out = normalise(b_total, b_sum)
-        tl.store(p_out + o_out[:, None] + o_dim[None, :], b_out.to(p_out.dtype.element_ty), mask=mask)
+        b_out = normalise(b_total, b_sum).to(p_out.dtype.element_ty)
+        if GATE_STRIDE > 0:
+            o_gate = head_offsets(first_token, o_row, GATE_STRIDE, i_kv_head, GROUP, HEAD_DIM, BLOCK_D)
+            b_gate = tl.load(p_gate + o_gate, mask=mask, other=0.0)
+            b_out = gated(b_out, b_gate)
+        o_out = head_offsets(first_token, o_row, KV_HEADS * GROUP * HEAD_DIM, i_kv_head, GROUP, HEAD_DIM, BLOCK_D)
+        tl.store(p_out + o_out, b_out, mask=mask)
 
 
 def launch_attention(
@@ -238,6 +251,7 @@ def launch_attention(
     value_cache: torch.Tensor,
     rows: AttentionRows,
     scale: float,
+    gate: torch.Tensor | None = None,
     by_split: bool | None = None,
     split_tokens: int = SPLIT_TOKENS,
     tiles: Tiles | None = None,
@@ -257,6 +271,7 @@ def launch_attention(
     out = query.new_empty(query.shape)
     if num_rows == 0 or rows.max_query_len == 0:
         return out
+    outputs, gate_stride = ((out, out), 0) if gate is None else ((out, gate), gate.stride(0))
     tables = (rows.query_start, rows.query_len, rows.context_len, rows.block_table)
     table_width, scale_log2 = rows.block_table.stride(0), scale * LOG2_E
     shape = {
@@ -277,8 +292,8 @@ def launch_attention(
     }
     if not by_split:
         attention_rows_kernel[(num_rows, kv_heads, triton.cdiv(rows.max_query_len, tiles.rows // group))](
-            out, query, key_cache, value_cache, *tables, query.stride(0), table_width, rows.first_key, scale_log2,
-            **shape, **attending, **pdl(query.device),
+            *outputs, query, key_cache, value_cache, *tables, query.stride(0), table_width, rows.first_key, scale_log2,
+            **shape, **attending, GATE_STRIDE=gate_stride, **pdl(query.device),
         )  # fmt: skip
         return out
     num_splits = triton.cdiv(rows.max_context_len, split_tokens)
@@ -288,8 +303,8 @@ def launch_attention(
         scale_log2, **shape, **attending, **pdl(query.device),
     )  # fmt: skip
     attention_merge_kernel[(num_rows, kv_heads, triton.cdiv(num_used, MERGE_ROWS))](
-        out, *tables[:3], part, scalars, num_splits, num_used, scale_log2,
-        **shape, MERGE_ROWS=MERGE_ROWS, num_warps=4, **pdl(query.device),
+        *outputs, *tables[:3], part, scalars, num_splits, num_used, scale_log2,
+        **shape, MERGE_ROWS=MERGE_ROWS, GATE_STRIDE=gate_stride, num_warps=4, **pdl(query.device),
     )  # fmt: skip
     return out
 

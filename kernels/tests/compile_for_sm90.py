@@ -29,12 +29,10 @@ from mambalign.kernels import (
     gated_delta_chunk_solve,
     gather_rows,
     grouped_linear,
-    head_norm,
     padded_rows,
+    place_heads,
     rms_norm,
-    rotary,
     sampling,
-    sigmoid_mul,
     slot_rows,
     verify_drafts,
 )
@@ -137,18 +135,16 @@ def compile_then_gate(width: int, dtype: torch.dtype):
     return compile_kernel(rms_norm.rms_norm_then_gate_kernel, types, constants, num_warps=max(1, block // 256))
 
 
-def compile_head_norm(num_heads: int, head_dim: int, dtype: torch.dtype):
-    name = f"*{NAMES[dtype]}"
-    types = {"p_query": name, "p_key": name, "p_q_weight": "*fp32", "p_k_weight": "*fp32", "eps": "fp32"}
-    constants = {"HEADS": num_heads, "D": head_dim, "BLOCK": triton.next_power_of_2(head_dim)}
-    constants["WORD"] = WORD_BYTES // dtype.itemsize
-    return compile_kernel(head_norm.head_norm_kernel, types, constants, num_warps=1)
-
-
-def compile_sigmoid_mul():
-    types = dict.fromkeys(("p_x", "p_gate", "p_out"), "*bf16")
-    constants = {"X_STRIDE": 4096, "GATE_STRIDE": 10240, "WIDTH": 4096, "BLOCK": sigmoid_mul.BLOCK}
-    return compile_kernel(sigmoid_mul.sigmoid_mul_kernel, types, constants)
+def compile_place_heads(num_heads: int, kv_heads: int, head_dim: int, half: int, norm: bool, dtype: torch.dtype):
+    """num_heads 0: heads of a token are copied as one."""
+    word = WORD_BYTES // dtype.itemsize
+    names = ("p_query", "p_key", "p_value", "p_key_cache", "p_value_cache", "p_table", "p_q_weight", "p_k_weight")
+    types = dict.fromkeys(names, f"*{NAMES[dtype]}") | {"p_slot": "*i64", "p_positions": "*i64", "eps": "fp32"}
+    types |= {"p_table": "*fp32"} if half else {}
+    types |= {"p_q_weight": "*fp32", "p_k_weight": "*fp32"} if norm else {}
+    constants = {"HEADS": num_heads, "KV_HEADS": kv_heads, "D": head_dim, "HALF": half, "HAS_NORM": norm}
+    constants |= {"BLOCK": triton.next_power_of_2(head_dim), "WORD": word if head_dim % word == 0 else 1}
+    return compile_kernel(place_heads.place_heads_kernel, types, constants, num_warps=1 if num_heads else 4)
 
 
 def compile_sampling(which: str):
@@ -185,16 +181,6 @@ def compile_draw():
 def compile_activation(relu2: bool):
     types = {"p_x": "*bf16", "p_out": "*bf16"}
     return compile_kernel(activation.activation_kernel, types, {"WORD": 16, "RELU2": relu2, "BLOCK": activation.BLOCK})
-
-
-def compile_rotary(num_heads: int, kv_heads: int, head_dim: int, half: int, dtype: torch.dtype):
-    name, power = f"*{NAMES[dtype]}", triton.next_power_of_2
-    types = {"p_query": name, "p_key": name, "p_positions": "*i64", "p_table": "*fp32"}
-    stride = (num_heads + 2 * kv_heads) * head_dim
-    constants = {"Q_STRIDE": stride, "K_STRIDE": stride, "NUM_HEADS": num_heads, "KV_HEADS": kv_heads}
-    constants |= {"HEAD_DIM": head_dim, "HALF": half}
-    constants |= {"BLOCK_H": power(num_heads), "BLOCK_KV": power(kv_heads), "BLOCK_J": power(half)}
-    return compile_kernel(rotary.rotary_kernel, types, constants)
 
 
 def compile_gate_mul(dtype: torch.dtype, x_dtype: torch.dtype, gelu: bool):
@@ -290,8 +276,7 @@ def main() -> None:
     cases |= {"norm": (compile_norm, 4096, bf16), "norm small": (compile_norm, 256, fp32)}
     cases |= {"norm of segments": (compile_norm, 4096, bf16, 4), "merge": (compile_merge, 4, bf16)}
     cases |= {"gated": (compile_gated, 1024, bf16), "gated small": (compile_gated, 256, fp32)}
-    cases |= {"then gate": (compile_then_gate, 128, bf16), "head norm": (compile_head_norm, 16, 256, bf16)}
-    cases |= {"sigmoid_mul": (compile_sigmoid_mul,)}
+    cases |= {"then gate": (compile_then_gate, 128, bf16)}
     cases |= {which: (compile_sampling, which) for which in ("argmax", "merge")}
     of_integers = partial(compile_integers, NUM_DRAFTS=3, WIDTH=4, BLOCK_W=4)
     few, many = partial(of_integers, BLOCK=4), partial(of_integers, BLOCK=slot_rows.BLOCK)
@@ -317,7 +302,12 @@ def main() -> None:
     cases |= {"gather rows": (compile_gather_rows,)}
     cases |= {"draw": (compile_draw,)}
     cases |= {f"activation {relu2}": (compile_activation, relu2) for relu2 in (False, True)}
-    cases |= {"rotary": (compile_rotary, 32, 8, 128, 64, bf16), "rotary half": (compile_rotary, 6, 2, 33, 8, fp32)}
+    cases |= {
+        "place heads": (compile_place_heads, 16, 4, 256, 32, True, bf16),  # Qwen3.5 9B
+        "place heads, rotary": (compile_place_heads, 32, 8, 128, 64, False, bf16),
+        "place heads, copy": (compile_place_heads, 0, 1, 8 * 128, 0, False, bf16),  # Nemotron-H 8B
+        "place heads, odd": (compile_place_heads, 6, 2, 33, 8, True, fp32),
+    }
     cases |= {f"gate_mul {gelu}": (compile_gate_mul, bf16, bf16, gelu) for gelu in (False, True)}
     cases |= {"gate_mul of a scan": (compile_gate_mul, bf16, fp32, False)}
 

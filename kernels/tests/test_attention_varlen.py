@@ -27,8 +27,8 @@ from mambalign.kernels.attention import (
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.attention_triton import launch_attention
 from mambalign.kernels.cpu import attention as cpu
+from mambalign.kernels.place_heads import place_heads_on_gpu
 from mambalign.kernels.tolerances import tolerance
-from mambalign.kernels.write_kv import launch_write
 
 Attend = Callable[..., torch.Tensor]
 ON_GPU = torch.cuda.is_available()
@@ -249,6 +249,8 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError):
             paged_attention_varlen(query, *caches, rows, 1.0)
+        with pytest.raises(ValueError):
+            paged_attention_varlen(torch.zeros(1, 4, 8), *caches, rows, 1.0, query)
     with pytest.raises(ValueError):
         paged_attention_varlen(torch.zeros(1, 4, 8), *(cache.transpose(1, 2) for cache in caches), rows, 1.0)
 
@@ -268,9 +270,13 @@ TILES = {} if ON_GPU else {"split_tokens": 32, "tiles": attention_triton.Tiles(1
 DTYPES = [torch.float32, torch.bfloat16 if ON_GPU else torch.float16]  # the interpreter multiplies bf16 as integers
 
 
+def write_by_kernel(keys, values, key, value, slots: torch.Tensor) -> None:
+    place_heads_on_gpu(key, key, value, keys, values, slots, slots)
+
+
 def triton_cache(shape: Shape, by_split: bool | None, dtype: torch.dtype, device: str, seed: int = 0) -> Cache:
     attend = partial(launch_attention, by_split=by_split, **TILES)
-    return Cache(shape, attend, launch_write, dtype, device, seed)
+    return Cache(shape, attend, write_by_kernel, dtype, device, seed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -316,13 +322,33 @@ def test_kernel_bits(device: str, shape: Shape, dtype: torch.dtype) -> None:
         assert torch.equal(text.output, want[: text.num_computed]), len(text)
 
 
-def test_kernel_write(device: str) -> None:
-    caches = [torch.zeros(2, 6, 5, 2, 7, device=device) for _ in range(2)]
-    qkv = torch.randn(6, 8, 7, device=device)
-    slots = torch.tensor([7, -1, 29, 0, -3, 12], device=device)
-    for cache, write in zip(caches, (launch_write, write_kv_varlen_reference), strict=True):
-        write(*cache.unbind(), qkv[:, 4:6], qkv[:, 6:], slots)
-    assert torch.equal(*caches)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", GPU_SHAPES if ON_GPU else SMALL)
+def test_kernel_gate(device: str, shape: Shape, dtype: torch.dtype) -> None:
+    """What is attended is rounded, then gated, then rounded, whether splits are merged in a launch of their own or not;
+    gates are a view of a projection, as are queries.
+    """
+    paths = []
+
+    def attend(query, keys, values, rows, scale) -> torch.Tensor:
+        wide = torch.randn(len(query), 3, *query.shape[1:], generator=torch.Generator().manual_seed(len(query)))
+        gate, of_rows = wide.to(device, dtype)[:, 1], slice(2, -1)
+        for by_split in (False, True) if rows.max_query_len < 4 else (False,):
+            run = partial(launch_attention, query, keys, values, rows, scale, by_split=by_split, **TILES)
+            plain, gated = run(), run(gate)[of_rows].cpu()
+            x, g = (each[of_rows].float().cpu().numpy() for each in (plain, gate))
+            want = torch.from_numpy(x / (1 + np.exp(-g))).to(dtype)
+            if ON_GPU:  # its exp is another
+                torch.testing.assert_close(gated, want, **tolerance("kernel", dtype))
+            else:
+                assert torch.equal(gated, want)
+            paths.append(by_split)
+        return plain
+
+    cache, texts = Cache(shape, attend, write_by_kernel, dtype, device), [Text(shape, n, seed=n) for n in (43, 36)]
+    cache.step(texts, [41, 34])
+    cache.step(texts, [2, 2])
+    assert paths == [False, False, True]
 
 
 COMPILE = """
@@ -330,7 +356,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from mambalign.kernels import attention_triton as a
-from mambalign.kernels.write_kv import write_kv_kernel
 
 def build(kernel, kinds, constants, num_warps, num_stages=2):
     names, constants = kernel.arg_names, constants | {"PDL": True}
@@ -343,27 +368,23 @@ def build(kernel, kinds, constants, num_warps, num_stages=2):
 SHAPES = (("bf16", 32, 8, 128), ("bf16", 4, 1, 64), ("bf16", 16, 4, 256), ("fp32", 4, 2, 64), ("fp32", 32, 8, 128))
 for kind, heads, kv_heads, dim in SHAPES:
     tensor, ints = "*" + kind, "*i32"
-    kinds = {"scale_log2": "fp32", "p_slot": "*i64", "p_part": "*fp32", "p_part_scalars": "*fp32"}
-    kinds |= dict.fromkeys(("p_query", "p_out", "p_key_cache", "p_value_cache", "p_key", "p_value"), tensor)
+    kinds = {"scale_log2": "fp32", "p_part": "*fp32", "p_part_scalars": "*fp32"}
+    kinds |= dict.fromkeys(("p_query", "p_out", "p_gate", "p_key_cache", "p_value_cache"), tensor)
     kinds |= dict.fromkeys(("p_query_start", "p_query_len", "p_context_len", "p_block_table"), ints)
-    kinds |= dict.fromkeys(("query_stride", "table_width", "num_used", "num_splits", "first_key", "key_stride",
-                            "value_stride"), "i32")
+    kinds |= dict.fromkeys(("query_stride", "table_width", "num_used", "num_splits", "first_key"), "i32")
     shape = {"GROUP": heads // kv_heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim, "BLOCK_D": dim, "SPLIT_TOKENS": 512}
-    number_bytes = 4 if kind == "fp32" else 2
+    number_bytes, gate = 4 if kind == "fp32" else 2, {"GATE_STRIDE": 10240 if dim == 256 else 0}
     for by_split, num_used in ((True, 16), (True, 32), (True, 64), (False, 1000)):
         if num_used <= a.MOST_SPLIT_ROWS[number_bytes] or not by_split:
             tiles = a.tiles_for(num_used, dim, number_bytes, by_split)
             attending = {"KV_BLOCK": 16, "SPLIT_BLOCKS": 64, "KEY_TILE": tiles.keys, "TILE_ROWS": tiles.rows}
             kernel = a.attention_splits_kernel if by_split else a.attention_rows_kernel
+            attending |= {} if by_split else gate
             built = build(kernel, kinds, shape | attending, tiles.num_warps, tiles.num_stages)
             print(kernel.__name__, kind, dim, num_used, "shared", built.metadata.shared)
             assert built.metadata.shared <= 232448, (dim, num_used, built.metadata.shared)  # of a multiprocessor
-    for kernel, constants, num_warps in (
-        (a.attention_merge_kernel, shape | {"MERGE_ROWS": a.MERGE_ROWS}, 4),
-        (write_kv_kernel, {"WIDTH": kv_heads * dim, "BLOCK": kv_heads * dim}, 4),
-    ):
-        built = build(kernel, kinds, constants, num_warps)
-        print(kernel.__name__, kind, dim, "shared", built.metadata.shared, len(built.asm["cubin"]))
+    built = build(a.attention_merge_kernel, kinds, shape | gate | {"MERGE_ROWS": a.MERGE_ROWS}, 4)
+    print(built.name, kind, dim, "shared", built.metadata.shared, len(built.asm["cubin"]))
 """
 
 
@@ -371,4 +392,4 @@ def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("shared") == 3 * 6 + 2 * 5
+    assert done.stdout.count("shared") == 3 * 5 + 2 * 4

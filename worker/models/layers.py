@@ -10,16 +10,19 @@ from functools import partial
 
 import torch
 
-from mambalign.kernels.attention import paged_attention_varlen, write_kv_varlen
+from mambalign.kernels.attention import paged_attention_varlen
 from mambalign.kernels.attention_rows import AttentionRows
 from mambalign.kernels.causal_conv1d import causal_conv1d_varlen
 from mambalign.kernels.gather_rows import gather_rows
+from mambalign.kernels.head_norm import HeadNorms
 from mambalign.kernels.linear import linear, linear_for_sum
 from mambalign.kernels.mamba2_chunk_scan import mamba2_chunk_scan_varlen
 from mambalign.kernels.mamba2_scan import mamba2_scan_varlen
+from mambalign.kernels.place_heads import place_heads
 from mambalign.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_gated
 from mambalign.kernels.rows import MambaRows, ScanRows
 from mambalign.worker.models.loader import Weights
+from mambalign.worker.models.rotary import Rotary
 from mambalign.worker.state_cache import StateCache
 
 
@@ -187,8 +190,8 @@ class Mamba2Mixer:
 class Attention:
     """Grouped-query attention; without `rotary` the Mamba layers alone carry the order of the tokens.
 
-    rotary: brings queries and keys, in place, to the tokens' positions. scale: of the scores, head_dim^-1/2 by default.
-    out_name: of the projection back. in_features: width of the input, the model's by default.
+    norms: of the heads of queries and keys, before `rotary`. scale: of the scores, head_dim^-1/2 by default. out_name:
+    of the projection back. in_features: width of the input, the model's by default.
     """
 
     def __init__(
@@ -198,9 +201,10 @@ class Attention:
         name: str,
         kv_index: int,
         bias: bool = False,
-        rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None,
+        rotary: Rotary | None = None,
         scale: float | None = None,
         out_name: str = "o_proj",
+        norms: HeadNorms | None = None,
         in_features: int | None = None,
     ):
         self.kv_index = kv_index  # which of the cache's keys and values is this layer's
@@ -208,7 +212,8 @@ class Attention:
         self.head_dim = config.head_dim
         hidden, q_width, kv_width = config.hidden_size, self.num_heads * self.head_dim, self.kv_heads * self.head_dim
         self.widths = [q_width, kv_width, kv_width]
-        self.rotary, self.scale = rotary, scale or self.head_dim**-0.5
+        self.norms, self.table = norms, rotary.table if rotary is not None else None
+        self.scale = scale or self.head_dim**-0.5
         names = [f"{name}.{part}_proj" for part in "qkv"]
         self.qkv_proj = Linear(weights, names, in_features or hidden, self.widths, bias)
         self.o_proj = self.last = Linear(weights, f"{name}.{out_name}", q_width, hidden, bias)
@@ -219,9 +224,7 @@ class Attention:
     def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         keys, values = context.cache.keys[self.kv_index], context.cache.values[self.kv_index]
         query, key, value = (t.unflatten(1, (-1, self.head_dim)) for t in self.qkv_proj(x).split(self.widths, dim=1))
-        if self.rotary is not None:
-            self.rotary(query, key, context.positions)
-        write_kv_varlen(keys, values, key, value, context.slot_mapping)
+        place_heads(query, key, value, keys, values, context.slot_mapping, context.positions, self.norms, self.table)
         attention = context.attention
         if context.outputs is not None:
             query = gather_rows(query.flatten(1), context.outputs.tokens).unflatten(1, (-1, self.head_dim))

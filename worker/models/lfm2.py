@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from mambalign.kernels.causal_conv1d import MAX_WIDTH
-from mambalign.kernels.head_norm import norm_heads
+from mambalign.kernels.head_norm import HeadNorms
 from mambalign.worker.mamba_columns import cdiv
 from mambalign.worker.models.gated_mlp import GatedMLP
 from mambalign.worker.models.hybrid import HybridModel
@@ -109,19 +109,6 @@ def _layer_types(config: dict[str, Any]) -> tuple[str, ...]:
     return kinds
 
 
-class NormThenRotary:
-    """Norms each head of queries and keys, then rotates them to their positions, in place."""
-
-    def __init__(self, config: Lfm2Config, weights: Weights, name: str, rotary: Rotary):
-        self.norms = [RMSNorm(weights, f"{name}.{part}_layernorm", config.head_dim, config.norm_eps) for part in "qk"]
-        self.rotary = rotary
-
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor) -> None:
-        q_norm, k_norm = self.norms
-        norm_heads(query, key, q_norm.weight, k_norm.weight, q_norm.eps)
-        self.rotary(query, key, positions)
-
-
 class Lfm2(HybridModel):
     """The family's model."""
 
@@ -147,9 +134,10 @@ class Lfm2(HybridModel):
         """The mixer of the layer `name`; its conv state, or its keys, are the cache's `index`th."""
         if kind == CONV:
             return GatedShortConv(self.config, weights, f"{name}.conv", index)
-        name = f"{name}.self_attn"
-        rotary = NormThenRotary(self.config, weights, name, self.rotary)
-        return Attention(self.config, weights, name, index, rotary=rotary, out_name="out_proj")
+        name, width, eps = f"{name}.self_attn", self.config.head_dim, self.config.norm_eps
+        norms = (RMSNorm(weights, f"{name}.{part}_layernorm", width, eps) for part in "qk")
+        norms = HeadNorms(*(norm.weight for norm in norms), eps)
+        return Attention(self.config, weights, name, index, False, self.rotary, out_name="out_proj", norms=norms)
 
     def mlp(self, weights: Weights, name: str, layer: int) -> GatedMLP:
         """What follows the mixer of the layer of that number."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mambalign.kernels.rotary import rotary_embed, rotary_table
+from mambalign.kernels.rotary import rotary_table
 from mambalign.worker.models.loader import CheckpointError
 
 DEFAULT_THETA = 10_000.0
@@ -72,17 +72,13 @@ class RotaryConfig:
 
 
 class Rotary:
-    """Rotates queries and keys in place. One object serves all layers."""
+    """The table by which queries and keys are turned (`place_heads`). One object serves all layers."""
 
     def __init__(self, config: RotaryConfig, device: torch.device | str):
         if config.rotary_dim < 2 or config.rotary_dim % 2:
             raise CheckpointError(f"config.json: rotary positions over {config.rotary_dim} channels of a head")
         inv_freq, scale = frequencies(config)
         self.table = rotary_table(inv_freq.to(device), scale, config.num_positions)
-
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor) -> None:
-        """query [T, heads, head_dim], key [T, kv_heads, head_dim] to positions int64 [T]; see `rotary_embed`."""
-        rotary_embed(query, key, positions, self.table)
 
 
 def frequencies(config: RotaryConfig) -> tuple[torch.Tensor, float]:
