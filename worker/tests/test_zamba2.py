@@ -19,6 +19,7 @@ from mambalign.worker.tests.served import (
     random_model,
     write_checkpoint,
 )
+from mambalign.worker.tests.texts import check_logits
 
 MAMBA, HYBRID = "linear_attention", "hybrid"
 # Odd sizes on purpose: groups and heads that are no power of two, ranks that fill no vector, a vocabulary that fills no
@@ -100,6 +101,14 @@ def test_bfloat16(folder: Path, oracle: PreTrainedModel) -> None:
 
 def test_served(folder: Path, oracle: PreTrainedModel) -> None:
     check_served(folder, oracle)
+
+
+def test_steps_of_time_have_the_published_minimum(tmp_path: Path) -> None:
+    model = random_model(Zamba2ForCausalLM, Zamba2Config, SMALL["two blocks"], time_step_min=1.2)
+    folder = write_checkpoint(tmp_path / "model", model)
+    ours = load_model(folder, torch.float32, show_progress=False)
+    assert {block.mixer.dt_min for block in ours.blocks} == {1.2}
+    check_logits(ours, load_oracle(folder))
 
 
 def test_additions_that_no_use_reads_are_known_and_others_are_not(tmp_path: Path) -> None:
