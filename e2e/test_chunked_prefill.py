@@ -35,7 +35,7 @@ def cells(chunk: int) -> list[Cell]:
 
 
 SHIPPED = "nemotron_h"
-OTHERS = ("bamba", "falcon_h1", "granitemoehybrid")
+OTHERS = ("bamba", "falcon_h1", "granitemoehybrid", "zamba2")
 CASES = [(SHIPPED, cell) for cell in cells(MAMBA2_CHUNK)] + [("qwen3_5", cell) for cell in cells(DELTA_CHUNK)[:3]]
 CASES += [(name, cells(MAMBA2_CHUNK)[1]) for name in OTHERS] + [("qwen3_next", cells(DELTA_CHUNK)[1])]
 TIGHT_CASES = [*CASES[:2], CASES[6]]

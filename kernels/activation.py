@@ -1,8 +1,8 @@
 """Activations built from operations whose bits do not depend on an element's place in its tensor.
 
 torch's vectorised `silu`, `softplus` and `sigmoid` round differently in the scalar tail of a tensor than in its body,
-so a token's bits would change with the batch. `exp`, `log1p`, `div`, `mul` and `add` do not (a test pins it). On a GPU
-one kernel does what those would do in several.
+so a token's bits would change with the batch. `exp`, `log1p`, `erf`, `div`, `mul` and `add` do not (a test pins it). On
+a GPU one kernel does what those would do in several.
 """
 
 import torch
@@ -12,6 +12,7 @@ import triton.language as tl
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 
 SOFTPLUS_LINEAR_ABOVE = 20.0  # softplus(x) == x in fp32 from here on (the threshold of torch's softplus)
+SQRT_HALF: tl.constexpr = tl.constexpr(0.5**0.5)
 BLOCK = 2048
 
 
@@ -19,6 +20,12 @@ BLOCK = 2048
 def silu_of(b_x):
     """x / (1 + exp(-x)) of fp32 values."""
     return b_x / (1.0 + tl.exp(-b_x))
+
+
+@triton.jit
+def gelu_of(b_x):
+    """x / 2 * (1 + erf(x / sqrt(2))) of fp32 values."""
+    return 0.5 * b_x * (1.0 + tl.erf(b_x * SQRT_HALF))
 
 
 @triton.jit(do_not_specialize=["num_elements"])

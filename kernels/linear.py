@@ -58,13 +58,13 @@ def linear(
 ) -> torch.Tensor:
     """x [M, K] times weight [K, N] plus bias [N], then an activation of `ACTIVATIONS`. Every row is batch-invariant.
 
-    x: rows may be apart, on a GPU. weight: contiguous, of the dtype of x. bias: of the dtype of x.
+    x: rows may be apart. weight: contiguous, of the dtype of x. bias: of the dtype of x.
     out_dtype: None, the dtype of x; or fp32, which on a GPU is the sums themselves, on a CPU the rounded result.
     Returns [M, N], rounded after the product, the bias and the activation, as three steps would.
     """
     if x.is_cuda:
         return _linear_on_gpu(x, weight, bias, activation, out_dtype)
-    num_rows = x.shape[0]
+    x, num_rows = x.contiguous(), x.shape[0]  # a library may choose its kernel by how far apart rows are
     if _run_by_blocks and (*weight.shape, weight.dtype) in _run_by_blocks:
         out = _linear_by_blocks(x, weight)
     elif num_rows == 1:

@@ -21,11 +21,11 @@ from machine_rates import copy_rate
 
 from mambalign.kernels import linear as library
 from mambalign.kernels import linear_tiles
+from mambalign.kernels.gate_mul import gate_mul
 from mambalign.kernels.linear import check_linear_invariance, linear, linear_for_sum
 from mambalign.kernels.linear_tiles import Tiles, kind_of
 from mambalign.kernels.linear_triton import linear_on_gpu
 from mambalign.kernels.rms_norm import add_rms_norm
-from mambalign.kernels.silu_mul import silu_mul
 
 DEVICE, HIDDEN, TFLOPS = "cuda", 4096, 790.0
 LAYERS = 6  # of a chain, of weights of their own: more than the L2 cache holds
@@ -66,7 +66,7 @@ class Chain:
                     x = linear_for_sum(linear(x, wide, activation="relu2"), back)
                 else:
                     y = linear(x, wide)
-                    x = linear_for_sum(silu_mul(y[:, : len(back)], y[:, -len(back) :]), back)
+                    x = linear_for_sum(gate_mul(y[:, : len(back)], y[:, -len(back) :]), back)
         return x
 
     def layer_us(self, num_rows: int, replays: int) -> list[float]:

@@ -24,6 +24,7 @@ from mambalign.kernels import (
     draft_head,
     draw_tokens,
     expert_routing,
+    gate_mul,
     gated_delta_chunk_scan,
     gated_delta_chunk_solve,
     gather_rows,
@@ -33,7 +34,6 @@ from mambalign.kernels import (
     rms_norm,
     rotary,
     sampling,
-    silu_mul,
     slot_rows,
     verify_drafts,
 )
@@ -193,10 +193,11 @@ def compile_activation(relu2: bool):
     return compile_kernel(activation.activation_kernel, types, {"WORD": 16, "RELU2": relu2, "BLOCK": activation.BLOCK})
 
 
-def compile_silu_mul(dtype: torch.dtype, x_dtype: torch.dtype):
+def compile_gate_mul(dtype: torch.dtype, x_dtype: torch.dtype, gelu: bool):
     types = {"p_gate": f"*{NAMES[dtype]}", "p_x": f"*{NAMES[x_dtype]}", "p_out": f"*{NAMES[dtype]}"}
     types |= {"gate_scale": "fp32", "scale": "fp32"}
-    return compile_kernel(silu_mul.silu_mul_kernel, types, {"BLOCK": silu_mul.BLOCK, "WORD": silu_mul.WORD})
+    constants = {"GELU": gelu, "BLOCK": gate_mul.BLOCK, "WORD": gate_mul.WORD}
+    return compile_kernel(gate_mul.gate_mul_kernel, types, constants)
 
 
 def compile_routing(num_experts: int, top_k: int, num_groups: int, sigmoid: bool):
@@ -317,7 +318,8 @@ def main() -> None:
         "place heads, copy": (compile_place_heads, 0, 1, 8 * 128, 0, False, bf16),  # Nemotron-H 8B
         "place heads, odd": (compile_place_heads, 6, 2, 33, 8, True, fp32),
     }
-    cases |= {"silu_mul": (compile_silu_mul, bf16, bf16), "silu_mul of a scan": (compile_silu_mul, bf16, fp32)}
+    cases |= {f"gate_mul {gelu}": (compile_gate_mul, bf16, bf16, gelu) for gelu in (False, True)}
+    cases |= {"gate_mul of a scan": (compile_gate_mul, bf16, fp32, False)}
 
     cases |= {
         "routing nano": (compile_routing, 128, 6, 1, True),

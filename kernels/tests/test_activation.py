@@ -12,6 +12,7 @@ from mambalign.kernels.tolerances import tolerance
 # What the kernels' references use where a token's place in its tensor changes with the batch.
 PLACE_FREE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exp": torch.exp,
+    "erf": torch.erf,
     "log1p": lambda x: torch.log1p(x.abs()),
     "rsqrt": lambda x: torch.rsqrt(x.abs()),
     "division": lambda x: x / (x.abs() + 3.0),

@@ -58,10 +58,12 @@ def test_no_rows() -> None:
     assert linear(torch.empty(0, 8), torch.randn(8, 5)).shape == (0, 5)
 
 
-def test_a_strided_input_gives_the_bits_of_a_contiguous_one() -> None:
-    x, weight = cancelling(40, 64, 48, torch.float32)
-    beside = torch.cat([x, x], dim=1)[:, 64:]
-    assert torch.equal(linear(beside, weight), linear(x, weight))
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+def test_a_strided_input_gives_the_bits_of_a_contiguous_one(k: int, n: int) -> None:
+    x, weight = cancelling(40, k, n, torch.float32)
+    beside = torch.cat([x, x], dim=1)[:, k:]
+    for num_rows in (1, 2, 3, 40):
+        assert torch.equal(linear(beside[:num_rows], weight), linear(x[:num_rows], weight))
 
 
 def test_a_shape_that_fails_is_run_in_blocks_and_reported(

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from mambalign.kernels.gate_mul import gate_mul
 from mambalign.kernels.rms_norm import rms_norm, rms_norm_gated
-from mambalign.kernels.silu_mul import silu_mul
 from mambalign.worker.models.layers import Attention, ForwardContext, Linear, Mamba2Mixer
 from mambalign.worker.models.loader import CheckpointError, Weights
 from mambalign.worker.models.mamba2_decoder import PARALLEL, Mamba2Decoder, Mamba2DecoderConfig
@@ -86,7 +86,7 @@ class FalconH1Mixer(Mamba2Mixer):
 
     def gate_norm(self, config: FalconH1Config, weights: Weights, name: str) -> Callable:
         if not config.mamba_rms_norm:
-            return lambda y, gate: silu_mul(gate, y, self.gate_scale, self.scale)
+            return lambda y, gate: gate_mul(gate, y, self.gate_scale, self.scale)
         weight = weights.take(f"{name}.weight", (self.width,), torch.float32) * self.scale
         eps, group_width = config.rms_norm_eps, self.width // self.num_groups
         if not config.mamba_norm_before_gate:
@@ -95,7 +95,7 @@ class FalconH1Mixer(Mamba2Mixer):
 
         def norm_then_gate(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
             normed = rms_norm(y.reshape(-1, group_width), ones, eps).view_as(y)
-            return silu_mul(gate, normed * weight, self.gate_scale)
+            return gate_mul(gate, normed * weight, self.gate_scale)
 
         return norm_then_gate
 

@@ -191,7 +191,7 @@ class Attention:
     """Grouped-query attention; without `rotary` the Mamba layers alone carry the order of the tokens.
 
     norms: of the heads of queries and keys, before `rotary`. scale: of the scores, head_dim^-1/2 by default. out_name:
-    of the projection back.
+    of the projection back. in_features: width of the input, the model's by default.
     """
 
     def __init__(
@@ -205,6 +205,7 @@ class Attention:
         scale: float | None = None,
         out_name: str = "o_proj",
         norms: HeadNorms | None = None,
+        in_features: int | None = None,
     ):
         self.kv_index = kv_index  # which of the cache's keys and values is this layer's
         self.num_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -213,7 +214,8 @@ class Attention:
         self.widths = [q_width, kv_width, kv_width]
         self.norms, self.table = norms, rotary.table if rotary is not None else None
         self.scale = scale or self.head_dim**-0.5
-        self.qkv_proj = Linear(weights, [f"{name}.{part}_proj" for part in "qkv"], hidden, self.widths, bias)
+        names = [f"{name}.{part}_proj" for part in "qkv"]
+        self.qkv_proj = Linear(weights, names, in_features or hidden, self.widths, bias)
         self.o_proj = self.last = Linear(weights, f"{name}.{out_name}", q_width, hidden, bias)
 
     def linears(self) -> list[Linear]:

@@ -1,4 +1,5 @@
-"""What Granite 4 hybrid, Bamba and Falcon-H1 share: fields of config.json, and layers of a mixer and an MLP.
+"""What Granite 4 hybrid, Bamba and Falcon-H1 share: fields of config.json, and layers of a mixer and an MLP. Zamba2 has
+the fields alone.
 
 Multipliers cost nothing while serving. A residual stream that is divided by c as a whole computes the same, because its
 norms forget its scale: with every eps over c squared, x + c * f(norm(x)) becomes x / c + f(norm(x / c)). So c goes into
@@ -16,7 +17,7 @@ from mambalign.worker.models.gated_mlp import GatedMLP
 from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.layers import ForwardContext, RMSNorm
 from mambalign.worker.models.loader import CheckpointError, Weights
-from mambalign.worker.models.published_config import published_fields
+from mambalign.worker.models.published_config import check_values, published_fields
 from mambalign.worker.models.residual import ResidualBlock, run_blocks
 from mambalign.worker.models.rotary import RotaryConfig
 from mambalign.worker.state_cache import AttentionSpec, StateSpec
@@ -28,6 +29,7 @@ MAMBA, ATTENTION, PARALLEL = "mamba", "attention", "parallel"  # kinds of mixer;
 class Mamba2DecoderConfig:
     """The fields that shape the computation, under their published names, with transformers' defaults."""
 
+    ACTIVATIONS: ClassVar[tuple[str, ...]] = ("silu", "swish")  # that the MLPs may have
     MULTIPLIERS: ClassVar[tuple[str, ...]] = ()  # fields that must be positive
 
     vocab_size: int
@@ -58,8 +60,7 @@ class Mamba2DecoderConfig:
 
         mamba_width: channels of x; by default `mamba_expand` times the hidden size.
         """
-        if config.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise CheckpointError(f"config.json: hidden_act = {config['hidden_act']!r}; served: silu")
+        check_values(config, {"hidden_act": cls.ACTIVATIONS})
         limit = [_number(value) for value in config.get("time_step_limit") or (0.0, math.inf)]
         if limit != [0.0, math.inf]:
             raise CheckpointError(f"config.json: time_step_limit = {limit}; served: [0.0, inf]")

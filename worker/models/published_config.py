@@ -1,6 +1,6 @@
 """What the families' readers of a published config.json do alike."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -24,9 +24,9 @@ def check_values(config: Mapping[str, Any], served: Mapping[str, Sequence[Any]])
             raise CheckpointError(f"config.json: {field} = {config[field]!r}; served: {', '.join(map(str, values))}")
 
 
-def layer_kinds(given: Sequence[Any], served: tuple[str, ...]) -> tuple[str, ...]:
-    """`layer_types`, raising CheckpointError for kinds that are not served."""
+def layer_kinds(given: Sequence[Any], served: Collection[str], field: str = "layer_types") -> tuple[str, ...]:
+    """The field's kinds of layers, raising CheckpointError for those that are not served."""
     unknown = sorted({str(kind) for kind in given} - {*served})
     if unknown:
-        raise CheckpointError(f"config.json: layer_types with {', '.join(unknown)}; served: {', '.join(served)}")
+        raise CheckpointError(f"config.json: {field} with {', '.join(unknown)}; served: {', '.join(served)}")
     return tuple(given)

@@ -24,6 +24,7 @@ from mambalign.worker.models.loader import (
 from mambalign.worker.models.nemotron_h import NemotronH
 from mambalign.worker.models.qwen3_5 import Qwen35, Qwen35Moe
 from mambalign.worker.models.qwen3_next import Qwen3Next
+from mambalign.worker.models.zamba2 import Zamba2
 
 FAMILIES: dict[str, type[HybridModel]] = {  # config.json's model_type -> class
     "bamba": Bamba,
@@ -37,6 +38,7 @@ FAMILIES: dict[str, type[HybridModel]] = {  # config.json's model_type -> class
     "qwen3_5_moe_text": Qwen35Moe,
     "qwen3_5_text": Qwen35,
     "qwen3_next": Qwen3Next,
+    "zamba2": Zamba2,
 }
 
 

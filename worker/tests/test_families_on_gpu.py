@@ -17,6 +17,8 @@ from transformers import (
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
+    Zamba2Config,
+    Zamba2ForCausalLM,
 )
 from transformers import GraniteMoeHybridConfig as GraniteConfig
 from transformers import GraniteMoeHybridForCausalLM as GraniteForCausalLM
@@ -32,6 +34,7 @@ from mambalign.worker.tests import (
     test_granite_hybrid,
     test_lfm2,
     test_qwen,
+    test_zamba2,
 )
 from mambalign.worker.tests.texts import (
     check_boundaries,
@@ -73,6 +76,7 @@ CHECKPOINTS = {
     "qwen3_next": qwen("next_moe"),
     "qwen3_5": qwen("multimodal"),
     "qwen3_5_moe": qwen("moe"),
+    "zamba2": written(Zamba2ForCausalLM, Zamba2Config, test_zamba2.SMALL["one block"]),
 }
 BY_CHUNKS_TOO = ("nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5")  # each scan, by itself and with other layers
 ALSO_IN_FP32 = ("falcon_h1", "nemotron_h experts", "qwen3_next")  # each kind of layer once
