@@ -26,11 +26,11 @@ def _placed(
 ):  # fmt: skip
     """The head [BLOCK] at p_head, normed, then turned to its position; fp32, rounded after each. Or as it is."""
     o_d = tl.arange(0, BLOCK)
+    is_low, is_turned = o_d < HALF, o_d < 2 * HALF
     b_x = tl.load(p_head + o_d, mask=o_d < D, other=0.0)
     if HAS_NORM:
         b_weight = tl.load(p_weight + o_d, mask=o_d < D, other=0.0)
         if HALF > 0:  # all is loaded before anything waits
-            is_low, is_turned = o_d < HALF, o_d < 2 * HALF
             o_partner = tl.where(is_low, o_d + HALF, o_d - HALF)
             b_partner = tl.load(p_head + o_partner, mask=is_turned, other=0.0)
             b_partner_weight = tl.load(p_weight + o_partner, mask=is_turned, other=0.0)
