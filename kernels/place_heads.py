@@ -27,13 +27,15 @@ def _placed(
     """The head [BLOCK] at p_head, normed, then turned to its position; fp32, rounded after each. Or as it is."""
     o_d = tl.arange(0, BLOCK)
     is_low, is_turned = o_d < HALF, o_d < 2 * HALF
-    b_x = tl.load(p_head + o_d, mask=o_d < D, other=0.0)
+    p_x, p_own_weight = p_head + o_d, p_weight + o_d
+    b_x = tl.load(p_x, mask=o_d < D, other=0.0)
     if HAS_NORM:
-        b_weight = tl.load(p_weight + o_d, mask=o_d < D, other=0.0)
+        b_weight = tl.load(p_own_weight, mask=o_d < D, other=0.0)
         if HALF > 0:  # all is loaded before anything waits
             o_partner = tl.where(is_low, o_d + HALF, o_d - HALF)
-            b_partner = tl.load(p_head + o_partner, mask=is_turned, other=0.0)
-            b_partner_weight = tl.load(p_weight + o_partner, mask=is_turned, other=0.0)
+            p_partner, p_partner_weight = p_head + o_partner, p_weight + o_partner
+            b_partner = tl.load(p_partner, mask=is_turned, other=0.0)
+            b_partner_weight = tl.load(p_partner_weight, mask=is_turned, other=0.0)
             i_line = tl.minimum(tl.maximum(position, 0), last_position).to(tl.int64)
             p_cos = p_table + i_line * (2 * HALF) + tl.where(is_low, o_d, o_d - HALF)
             b_cos = tl.load(p_cos, mask=is_turned, other=0.0)
