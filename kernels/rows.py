@@ -13,7 +13,7 @@ STEP_POINTERS = ["p_idx_mapping", "p_num_kept", "p_num_computed", "p_num_schedul
 STEP_POINTERS += ["p_running_column"]
 
 
-def may_defer(num_computed, block_tokens: int, num_spec_tokens: int):
+def may_defer(num_computed: int | torch.Tensor, block_tokens: int, num_spec_tokens: int) -> bool | torch.Tensor:
     """Whether a decode row with `num_computed` tokens before a step may leave its drafts' inputs, not their states.
 
     So that nothing copies the state after a draft, this step and the next, of S+1 tokens each, have to stay within one
