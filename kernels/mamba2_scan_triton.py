@@ -85,16 +85,23 @@ def _advance(b_h, b_dtx, b_B, decay, STATE_DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _step(
-    b_h0, b_h1, b_h2, b_h3, b_x, dt, decay, b_B0, b_B1, b_B2, b_B3, b_C0, b_C1, b_C2, b_C3, D,
-    STATE_DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The state after a token, and its y: a chain of fused multiply-adds over the quarters, then a sum."""
+def _update(b_h0, b_h1, b_h2, b_h3, b_x, dt, decay, b_B0, b_B1, b_B2, b_B3, STATE_DTYPE: tl.constexpr):
+    """The state after a token."""
     b_dtx = dt * b_x
     b_h0 = _advance(b_h0, b_dtx, b_B0, decay, STATE_DTYPE)
     b_h1 = _advance(b_h1, b_dtx, b_B1, decay, STATE_DTYPE)
     b_h2 = _advance(b_h2, b_dtx, b_B2, decay, STATE_DTYPE)
     b_h3 = _advance(b_h3, b_dtx, b_B3, decay, STATE_DTYPE)
+    return b_h0, b_h1, b_h2, b_h3
+
+
+@triton.jit
+def _step(
+    b_h0, b_h1, b_h2, b_h3, b_x, dt, decay, b_B0, b_B1, b_B2, b_B3, b_C0, b_C1, b_C2, b_C3, D,
+    STATE_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The state after a token, and its y: a chain of fused multiply-adds over the quarters, then a sum."""
+    b_h0, b_h1, b_h2, b_h3 = _update(b_h0, b_h1, b_h2, b_h3, b_x, dt, decay, b_B0, b_B1, b_B2, b_B3, STATE_DTYPE)
     b_sums = b_h0 * b_C0[None, :]
     b_sums = tl.fma(b_h1, tl.broadcast_to(b_C1[None, :], b_h1.shape), b_sums)
     b_sums = tl.fma(b_h2, tl.broadcast_to(b_C2[None, :], b_h2.shape), b_sums)
@@ -119,11 +126,7 @@ def _replay(
             p_tile, block, o_r, o_i, STATE_SIZE, D_STATE, BLOCK_P, BLOCK_I
         )
         block = tl.load(p_block + i + 2, mask=i + 2 < num_replays, other=-1)
-        b_dtx = dt * b_x
-        b_h0 = _advance(b_h0, b_dtx, b_B0, decay, STATE_DTYPE)
-        b_h1 = _advance(b_h1, b_dtx, b_B1, decay, STATE_DTYPE)
-        b_h2 = _advance(b_h2, b_dtx, b_B2, decay, STATE_DTYPE)
-        b_h3 = _advance(b_h3, b_dtx, b_B3, decay, STATE_DTYPE)
+        b_h0, b_h1, b_h2, b_h3 = _update(b_h0, b_h1, b_h2, b_h3, b_x, dt, decay, b_B0, b_B1, b_B2, b_B3, STATE_DTYPE)
         b_B0, b_B1, b_B2, b_B3, b_x, dt, decay = n_B0, n_B1, n_B2, n_B3, n_x, n_dt, n_decay
     return b_h0, b_h1, b_h2, b_h3
 

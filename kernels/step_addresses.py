@@ -44,6 +44,13 @@ def token_slots_kernel(
     tl.store(p_slot + o_t, tl.where(is_own, b_block * KV_BLOCK + b_position % KV_BLOCK, -1), mask=mask)
 
 
+@triton.jit
+def _may_defer(b_tokens, block_tokens, num_spec_tokens):
+    """`may_defer`, of a vector."""
+    ahead = 2 * num_spec_tokens + 1
+    return b_tokens // block_tokens == (b_tokens + ahead) // block_tokens
+
+
 @triton.jit(
     do_not_specialize=["num_tokens", "num_rows", "columns", "num_spec_tokens", "defer_within"],
     do_not_specialize_on_alignment=[
@@ -83,11 +90,10 @@ def state_blocks_kernel(
     tl.store(p_conv_offset + o_i, b_bias, mask=mask)
     b_computed = tl.load(p_computed + o_i, mask=mask, other=0)
     b_before = b_computed - 1 - b_bias  # tokens before the last step
-    ahead = 2 * num_spec_tokens + 1
-    has_deferred = (b_bias > 0) & (b_before // defer_within == (b_before + ahead) // defer_within)
+    has_deferred = (b_bias > 0) & _may_defer(b_before, defer_within, num_spec_tokens)
     b_live = tl.load(p_blocks + tl.where(has_deferred, 0, tl.maximum(b_bias, 0)), mask=mask, other=0)
     tl.store(p_temporal + o_i, tl.where(b_computed > 0, b_live, -1), mask=mask)
-    defers = b_computed // defer_within == (b_computed + ahead) // defer_within
+    defers = _may_defer(b_computed, defer_within, num_spec_tokens)
     defers &= tl.load(p_is_decode + o_i, mask=mask, other=0) != 0
     tl.store(p_is_deferring + o_i, defers.to(tl.int32), mask=mask)
     tl.store(p_num_replays + o_i, tl.where(has_deferred, b_bias, 0), mask=mask)
