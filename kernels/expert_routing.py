@@ -50,6 +50,7 @@ def route_experts_kernel(
     scale,
     tiny,
     E: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -63,12 +64,15 @@ def route_experts_kernel(
 ):
     """ids, weights[t] = the TOP_K experts of token t with the largest score (+ bias), and their scores times scale.
 
-    Grid: tokens; a program owns one. Reads its logits and the bias; writes TOP_K ids and weights, best first. fp32;
-    chosen scores are added best first. An id is always one of E, also for logits that are not numbers.
+    Grid: tokens; a program owns one. Reads its logits, as NUM_PARTS addends, and the bias; writes TOP_K ids and
+    weights, best first. fp32; chosen scores are added best first. An id is always one of E, also for logits that are
+    not numbers.
     """
     wait_for_inputs(PDL)
     i_t, o_e, o_k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
-    b_logit = tl.load(p_logits + i_t * E + o_e, mask=o_e < E, other=float("-inf"))
+    b_logit = tl.load(p_logits + i_t * (NUM_PARTS * E) + o_e, mask=o_e < E, other=float("-inf"))
+    for i in tl.static_range(1, NUM_PARTS):
+        b_logit += tl.load(p_logits + i_t * (NUM_PARTS * E) + i * E + o_e, mask=o_e < E, other=0.0)
     if SIGMOID:
         b_score = 1.0 / (1.0 + tl.exp(-b_logit))
         b_choice = b_score
@@ -136,10 +140,12 @@ def route_experts_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts and weights of each token.
 
-    logits [T, E] fp32; bias [E] fp32, added to sigmoid scores for the choice alone. Returns ids int32 [T, top_k], best
-    first, and weights fp32 [T, top_k].
+    logits [T, E] fp32, or [T, n * E], n addends side by side; bias [E] fp32, added to sigmoid scores for the choice
+    alone. Returns ids int32 [T, top_k], best first, and weights fp32 [T, top_k].
     """
     num_tokens = logits.shape[0]
+    first, *others = logits.split(routing.num_experts, dim=1)
+    logits = sum(others, start=first)
     if routing.sigmoid:
         scores = torch.div(1.0, logits.neg().exp_().add_(1.0))
         choice = scores if bias is None else scores + bias
@@ -194,19 +200,21 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, t
 def route_experts_on_gpu(
     logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel behind `route_experts`. Raises ValueError for logits that are not fp32 [T, E] and contiguous."""
-    num_tokens, num_experts = logits.shape
-    if logits.dtype != torch.float32 or not logits.is_contiguous() or num_experts != routing.num_experts:
-        raise ValueError(f"route_experts takes contiguous fp32 [T, {routing.num_experts}], got {logits.shape}")
+    """The kernel behind `route_experts`. Raises ValueError for logits that are not fp32 [T, n * E] and contiguous."""
+    num_tokens, num_experts = logits.shape[0], routing.num_experts
+    num_parts, left = divmod(logits.shape[1], num_experts)
+    if logits.dtype != torch.float32 or not logits.is_contiguous() or left or not num_parts:
+        raise ValueError(f"route_experts takes contiguous fp32 [T, n * {num_experts}], got {logits.shape}")
     ids = torch.empty(num_tokens, routing.top_k, dtype=torch.int32, device=logits.device)
     weights = logits.new_empty(num_tokens, routing.top_k)
     if num_tokens:
         route_experts_kernel[(num_tokens,)](
             logits, logits if bias is None else bias, ids, weights, float(routing.scale), routing.tiny,
-            E=num_experts, TOP_K=routing.top_k, NUM_GROUPS=routing.num_groups, TOP_GROUPS=routing.top_groups,
-            SIGMOID=routing.sigmoid, NORMALISED=routing.normalised, HAS_BIAS=bias is not None,
-            BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(routing.top_k),
-            BLOCK_G=triton.next_power_of_2(routing.num_groups), num_warps=1, **pdl(logits.device),
+            E=num_experts, NUM_PARTS=num_parts, TOP_K=routing.top_k, NUM_GROUPS=routing.num_groups,
+            TOP_GROUPS=routing.top_groups, SIGMOID=routing.sigmoid, NORMALISED=routing.normalised,
+            HAS_BIAS=bias is not None, BLOCK_E=triton.next_power_of_2(num_experts),
+            BLOCK_K=triton.next_power_of_2(routing.top_k), BLOCK_G=triton.next_power_of_2(routing.num_groups),
+            num_warps=1, **pdl(logits.device),
         )  # fmt: skip
     return ids, weights
 

@@ -32,21 +32,29 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# By dtype width: (most rows an expert has on average, tiles), the last for any number.
+# By dtype width and whether gated: (most rows an expert has on average, tiles), the last for any number. Those of two
+# bytes are the fastest on an H200 of `scripts/bench_experts.py --tiles`.
 _TILES = {
-    2: [(16, Tiles(16, 64, 128, 4, 4)), (64, Tiles(64, 128, 64, 4, 3)), (0, Tiles(128, 128, 64, 8, 3))],
-    4: [(16, Tiles(16, 64, 32, 4, 2)), (0, Tiles(64, 64, 32, 4, 2))],
+    (2, False): [
+        (16, Tiles(16, 128, 64, 8, 4)),
+        (32, Tiles(32, 256, 64, 8, 3)),
+        (64, Tiles(64, 256, 64, 8, 3)),
+        (0, Tiles(128, 256, 64, 8, 3)),
+    ],
+    (2, True): [(16, Tiles(16, 128, 64, 8, 4)), (128, Tiles(64, 256, 64, 8, 3)), (0, Tiles(128, 128, 64, 8, 4))],
+    (4, False): [(16, Tiles(16, 64, 32, 4, 2)), (0, Tiles(64, 64, 32, 4, 2))],
 }
+_TILES[4, True] = _TILES[4, False]
 _one_family: set[tuple[int, int, torch.dtype]] = set()  # [K, N] that the start-up check found wanting
 _proven: set[tuple[int, int, torch.dtype, bool]] = set()  # and whether it is gated
 
 
-def tiles_for(num_pairs: int, num_experts: int, k: int, n: int, dtype: torch.dtype) -> Tiles:
+def tiles_for(num_pairs: int, num_experts: int, k: int, n: int, dtype: torch.dtype, gated: bool) -> Tiles:
     """Tiles for that many pairs of tokens and experts, of a product with K = k and n columns."""
     rows = -(-num_pairs // num_experts)
     if (k, n, dtype) in _one_family:
         rows = max(rows, 64)
-    tiles = next(tiles for most, tiles in _TILES[dtype.itemsize] if rows <= most or most == 0)
+    tiles = next(tiles for most, tiles in _TILES[dtype.itemsize, gated] if rows <= most or most == 0)
     return tiles._replace(block_n=min(tiles.block_n, max(16, triton.next_power_of_2(n))))
 
 
@@ -199,7 +207,7 @@ def grouped_linear_on_gpu(
     out = x.new_empty(num_pairs, n, dtype=out_dtype)
     if num_pairs == 0:
         return out
-    tiles = tiles or tiles_for(num_pairs, num_experts, k, n, x.dtype)
+    tiles = tiles or tiles_for(num_pairs, num_experts, k, n, x.dtype, gated)
     num_tiles = min(num_experts, num_pairs) + num_pairs // tiles.block_m
     grouped_linear_kernel[(num_tiles * triton.cdiv(n, tiles.block_n),)](
         x.contiguous(), weight, order, first, out, num_tiles,
@@ -236,7 +244,7 @@ def _is_invariant(k: int, n: int, dtype: torch.dtype, gated: bool, device: torch
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         order, first = sort_by_expert_on_gpu(torch.zeros(len(rows), 1, dtype=torch.int32, device=device), 1)
-        tiles, fp32 = tiles_for(len(rows), 1, k, n, dtype), torch.float32
+        tiles, fp32 = tiles_for(len(rows), 1, k, n, dtype, gated), torch.float32
         return grouped_linear_on_gpu(rows, weight, order, first, 1, True, gated=gated, tiles=tiles, out_dtype=fp32)
 
     want = run(x)

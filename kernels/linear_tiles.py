@@ -15,7 +15,7 @@ SEGMENT_MULTIPLE = 256  # a multiple of every BLOCK_K
 
 class Tiles(NamedTuple):
     """How a launch is cut. `split`: segments run side by side, and leave their sums. `tma`: tiles are fetched by the
-    copy engine of the multiprocessor, where K and rows fit it."""
+    copy engine of the multiprocessor, where rows begin on its boundaries."""
 
     block_m: int
     block_n: int

@@ -249,8 +249,7 @@ def _launch(
         x = x.clone(memory_format=torch.contiguous_format)
     num_tiles = -(-num_rows // tiles.block_m) * -(-n // tiles.block_n)
     word = WORD_BYTES // x.element_size()
-    even_k = k % segment_k == 0 and segment_k % tiles.block_k == 0
-    tma = USE_TMA and tiles.tma and even_k and x.stride(0) % word == 0 and n % word == 0
+    tma = USE_TMA and tiles.tma and x.stride(0) % word == 0 and n % word == 0  # gives zeros past the end of K
     linear_kernel[(num_tiles * (num_segments if split else 1),)](
         TensorDescriptor.from_tensor(x, [tiles.block_m, tiles.block_k]) if tma else x,
         TensorDescriptor.from_tensor(weight, [tiles.block_k, tiles.block_n]) if tma else weight,
@@ -269,7 +268,7 @@ def _launch(
         GROUP_M=GROUP_M,
         X_WORD=word if x.stride(0) % word == 0 else 1,
         W_WORD=word if n % word == 0 else 1,
-        EVEN_K=even_k,
+        EVEN_K=k % segment_k == 0 and segment_k % tiles.block_k == 0,
         EVEN_N=n % tiles.block_n == 0,
         STREAM=num_rows <= tiles.block_m,
         HAS_BIAS=bias is not None,

@@ -14,6 +14,7 @@ from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 
 PIECE = 256  # rows normed at a time on a CPU, so that they stay in the processor's cache
 WORD_BYTES = 16  # widest load of a thread
+HEAD_CHANNELS = 1024  # of a program that norms heads
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -221,22 +222,24 @@ def rms_norm_gated_on_gpu(
 
 @triton.jit(do_not_specialize=["gate_stride"])
 def rms_norm_then_gate_kernel(
-    p_x, p_gate, p_weight, p_out, gate_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr,
-    PDL: tl.constexpr,
+    p_x, p_gate, p_weight, p_out, gate_stride, eps, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr, WORD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = weight * (x * rsqrt(mean(x^2 of its head) + eps)) * silu(gate), rounded to the dtype of gate.
 
-    Grid: (rows, heads); a program owns the WIDTH channels of one head of a row.
+    Grid: (rows, blocks of heads); a program owns the WIDTH channels of BLOCK_H heads of a row.
     Reads x (fp32), gate, weight; writes out. fp32. WORD divides the stride of the gate.
     """
     wait_for_inputs(PDL)
-    i_row, i_head, o_d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
-    is_d, o_channel = o_d < WIDTH, i_head * WIDTH + o_d
-    o_out = i_row * (tl.num_programs(1) * WIDTH) + o_channel
-    b_x = tl.load(p_x + o_out, mask=is_d, other=0.0)
-    b_gate = tl.load(p_gate + i_row * (gate_stride // WORD * WORD) + o_channel, mask=is_d, other=0.0)
-    b_out = tl.load(p_weight + o_d, mask=is_d, other=0.0) * (b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / WIDTH + eps))
-    tl.store(p_out + o_out, (b_out * silu_of(b_gate.to(tl.float32))).to(p_out.dtype.element_ty), mask=is_d)
+    i_row, o_d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_in, o_channel = (o_h < HEADS)[:, None] & (o_d < WIDTH)[None, :], o_h[:, None] * WIDTH + o_d[None, :]
+    o_out = i_row * (HEADS * WIDTH) + o_channel
+    b_x = tl.load(p_x + o_out, mask=is_in, other=0.0)
+    b_gate = tl.load(p_gate + i_row * (gate_stride // WORD * WORD) + o_channel, mask=is_in, other=0.0)
+    b_weight = tl.load(p_weight + o_d, mask=o_d < WIDTH, other=0.0)
+    b_out = b_weight[None, :] * (b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=1) / WIDTH + eps)[:, None])
+    tl.store(p_out + o_out, (b_out * silu_of(b_gate.to(tl.float32))).to(p_out.dtype.element_ty), mask=is_in)
 
 
 def rms_norm_then_gate_on_gpu(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -245,12 +248,20 @@ def rms_norm_then_gate_on_gpu(x: torch.Tensor, gate: torch.Tensor, weight: torch
     out = torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
     word = _word(gate, width)
     gate, block = _aligned_rows(gate, word), triton.next_power_of_2(width)
+    block_h = heads_for(num_heads, block)
     if num_rows:
-        rms_norm_then_gate_kernel[(num_rows, num_heads)](
+        rms_norm_then_gate_kernel[(num_rows, triton.cdiv(num_heads, block_h))](
             x.contiguous(), gate, weight, out, gate.stride(0), eps,
-            WIDTH=width, BLOCK=block, WORD=word, num_warps=min(8, max(1, block // 256)), **pdl(x.device),
+            HEADS=num_heads, WIDTH=width, BLOCK_H=block_h, BLOCK=block, WORD=word,
+            num_warps=max(1, min(8, block_h * block // 256)), **pdl(x.device),
         )  # fmt: skip
     return out
+
+
+def heads_for(num_heads: int, block: int) -> int:
+    """Heads of `block` channels that a program takes: with one each, a prompt's programs take longer to launch than
+    to run."""
+    return min(triton.next_power_of_2(num_heads), max(1, HEAD_CHANNELS // block))
 
 
 def _word(x: torch.Tensor, width: int) -> int:

@@ -129,11 +129,13 @@ def compile_gated(width: int, dtype: torch.dtype):
     return compile_kernel(rms_norm.rms_norm_gated_kernel, types, constants, num_warps=min(8, max(1, block // 256)))
 
 
-def compile_then_gate(width: int, dtype: torch.dtype):
+def compile_then_gate(num_heads: int, width: int, dtype: torch.dtype):
     block, name = triton.next_power_of_2(width), f"*{NAMES[dtype]}"
+    block_h = rms_norm.heads_for(num_heads, block)
     types = {"p_x": "*fp32", "p_gate": name, "p_out": name, "p_weight": "*fp32", "eps": "fp32"}
-    constants = {"WIDTH": width, "BLOCK": block, "WORD": WORD_BYTES // dtype.itemsize}
-    return compile_kernel(rms_norm.rms_norm_then_gate_kernel, types, constants, num_warps=max(1, block // 256))
+    constants = {"HEADS": num_heads, "WIDTH": width, "BLOCK_H": block_h, "BLOCK": block}
+    constants["WORD"] = WORD_BYTES // dtype.itemsize
+    return compile_kernel(rms_norm.rms_norm_then_gate_kernel, types, constants, num_warps=block_h * block // 256)
 
 
 def compile_place_heads(num_heads: int, kv_heads: int, head_dim: int, half: int, norm: bool, dtype: torch.dtype):
@@ -205,6 +207,7 @@ def compile_routing(num_experts: int, top_k: int, num_groups: int, sigmoid: bool
     types |= {"scale": "fp32", "tiny": "fp32"}
     constants = {
         "E": num_experts,
+        "NUM_PARTS": 3,
         "TOP_K": top_k,
         "NUM_GROUPS": num_groups,
         "TOP_GROUPS": max(1, num_groups // 2),
@@ -224,7 +227,7 @@ def compile_sort():
 
 
 def compile_grouped(num_pairs: int, num_experts: int, k: int, n: int, dtype: torch.dtype, up: bool, gated=False):
-    tiles, name = grouped_linear.tiles_for(num_pairs, num_experts, k, n, dtype), f"*{NAMES[dtype]}"
+    tiles, name = grouped_linear.tiles_for(num_pairs, num_experts, k, n, dtype, gated), f"*{NAMES[dtype]}"
     types = dict.fromkeys(("p_x", "p_weight", "p_out"), name) | {"p_order": "*i32", "p_first": "*i32"}
     constants = {
         "E": num_experts,
@@ -286,7 +289,7 @@ def main() -> None:
     cases |= {"norm": (compile_norm, 4096, bf16), "norm small": (compile_norm, 256, fp32)}
     cases |= {"norm of segments": (compile_norm, 4096, bf16, 4), "merge": (compile_merge, 4, bf16)}
     cases |= {"gated": (compile_gated, 1024, bf16), "gated small": (compile_gated, 256, fp32)}
-    cases |= {"then gate": (compile_then_gate, 128, bf16)}
+    cases |= {"then gate": (compile_then_gate, 32, 128, bf16)}
     cases |= {which: (compile_sampling, which) for which in ("argmax", "merge")}
     of_integers = partial(compile_integers, NUM_DRAFTS=3, WIDTH=4, BLOCK_W=4)
     few, many = partial(of_integers, BLOCK=4), partial(of_integers, BLOCK=slot_rows.BLOCK)

@@ -76,6 +76,21 @@ def test_routing_is_the_plain_one(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_logits_may_come_as_addends(name: str, num_parts: int, device: str) -> None:
+    routing = ROUTINGS[name]
+    logits, bias = (None if t is None else t.to(device) for t in random_logits(routing, 12))
+    parts = [logits.bfloat16().float()]
+    for i in range(1, num_parts):
+        parts.append((logits - sum(parts)).bfloat16().float() if i < num_parts - 1 else logits - sum(parts))
+    want = route_experts_reference(logits, bias, routing)
+    for function in (route_experts_reference, route_experts_on_gpu):
+        ids, weights = function(torch.cat(parts, dim=1), bias, routing)
+        assert torch.equal(ids, want[0])
+        torch.testing.assert_close(weights, want[1], **tolerance("kernel", torch.float32))
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
 def test_a_tokens_experts_do_not_depend_on_the_others(name: str, device: str) -> None:
     routing = ROUTINGS[name]
     logits, bias = (None if t is None else t.to(device) for t in random_logits(routing, 40))
@@ -216,9 +231,10 @@ def test_results_are_added_in_the_order_of_the_choice(top_k: int, shared: str, d
 
 
 def test_tiles_follow_the_rows_of_an_expert() -> None:
-    assert tiles_for(4, 512, 1024, 2688, torch.bfloat16).block_m == 16
-    assert tiles_for(8192 * 6, 128, 2688, 1856, torch.bfloat16).block_m == 128
-    assert tiles_for(1, 8, 64, 5, torch.float32).block_n == 16
+    for gated in (False, True):
+        assert tiles_for(4, 512, 1024, 2688, torch.bfloat16, gated).block_m == 16
+        assert tiles_for(8192 * 6, 128, 2688, 1856, torch.bfloat16, gated).block_m == 128
+        assert tiles_for(1, 8, 64, 5, torch.float32, gated).block_n == 16
 
 
 def test_activations_round_where_separate_steps_would(device: str) -> None:

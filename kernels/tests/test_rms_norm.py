@@ -123,7 +123,7 @@ def test_the_kernel_of_rms_norm_gated(num_groups: int, width: int, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "width"), [(1, 63), (3, 20), (2, 128)])
+@pytest.mark.parametrize(("num_heads", "width"), [(1, 63), (3, 20), (2, 128), (13, 128), (33, 40)])
 def test_rms_norm_then_gate_and_its_kernel(num_heads: int, width: int, dtype: torch.dtype, device: str) -> None:
     x, weight = rows(12, num_heads * width, 0).view(12, num_heads, width), rows(1, width, 1)[0]
     wide = torch.cat([rows(12, num_heads * width, 2), rows(12, 8, 3)], dim=1).to(dtype)

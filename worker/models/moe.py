@@ -8,6 +8,7 @@ token's results are added in the order of its own choice.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,28 +19,50 @@ from mambalign.kernels.linear import linear
 from mambalign.worker.models.layers import ForwardContext, Linear
 from mambalign.worker.models.loader import Weights
 
+MOST_ADDENDS = 3  # of a router's weight
 
-class ProbedWeight:
-    """A weight [K, N] that the start-up check of `kernels.linear` tries: it stands where a `Linear` does."""
 
-    def __init__(self, weight: torch.Tensor):
-        self.weight = weight
+@dataclass(frozen=True)
+class ExpertWeight:
+    """One expert's weight [K, N], which the check of `kernels.linear` tries: it stands where a `Linear` does."""
+
+    weight: torch.Tensor
+    num_experts: int  # that have one of this shape
+    top_k: int  # of them that a token takes
 
 
 class Router:
-    """Logits in fp32, then the experts of each token and their weights. `bias_name`: corrects the choice alone."""
+    """Logits in fp32, then the experts of each token and their weights. `bias_name`: corrects the choice alone.
+
+    The weight is fp32. A GPU's matrix units take no fp32: with a model of 16 bits they multiply addends of 16 bits that
+    the weight is the exact sum of, and `route_experts` adds the products.
+    """
 
     def __init__(self, weights: Weights, name: str, hidden_size: int, routing: Routing, bias_name: str | None = None):
         self.routing = routing
         shape = (routing.num_experts, hidden_size)
         self.weight = weights.take(name, shape, torch.float32).t().contiguous()
+        if self.weight.is_cuda:
+            self.weight = torch.cat(exact_addends(self.weight, weights.dtype), dim=1)
         self.bias = None
         if bias_name is not None:
             self.bias = weights.take(bias_name, (routing.num_experts,), torch.float32)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, hidden] -> ids int32 [T, k], weights fp32 [T, k], best first."""
-        return route_experts(linear(x.float(), self.weight), self.bias, self.routing)
+        logits = linear(x.to(self.weight.dtype), self.weight, out_dtype=torch.float32)
+        return route_experts(logits, self.bias, self.routing)
+
+
+def exact_addends(weight: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """As few tensors of `dtype` as add up to an fp32 weight, the largest part first.
+
+    Three of bfloat16 hold 24 bits; what they leave of numbers below 2^-110 is dropped.
+    """
+    addends, rest = [weight.to(dtype)], weight
+    while len(addends) < MOST_ADDENDS and (rest := rest - addends[-1].float()).any():
+        addends.append(rest.to(dtype))
+    return addends
 
 
 class Experts:
@@ -50,8 +73,8 @@ class Experts:
         for weight, is_gated in ((up, gated), (down, False)):
             check_grouped_linear(weight, is_gated)
 
-    def linears(self) -> list[ProbedWeight]:
-        return [ProbedWeight(self.up[0]), ProbedWeight(self.down[0])]
+    def linears(self, top_k: int) -> list[ExpertWeight]:
+        return [ExpertWeight(weight[0], len(weight), top_k) for weight in (self.up, self.down)]
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """x [T, in], ids int32 [T, k] -> [T * k, in], the results of each token's choices side by side."""
@@ -80,7 +103,7 @@ class MoE:
         self.shared, self.shared_gate, self.latent = shared, shared_gate, latent
 
     def linears(self) -> list:
-        layers = [self.router, *self.experts.linears(), *(self.latent or ())]
+        layers = [self.router, *self.experts.linears(self.router.routing.top_k), *(self.latent or ())]
         layers += self.shared.linears() if self.shared is not None else []
         return layers + ([self.shared_gate] if self.shared_gate is not None else [])
 

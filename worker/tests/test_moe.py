@@ -10,7 +10,7 @@ from mambalign.kernels.tolerances import tolerance
 from mambalign.worker.models.gated_mlp import GatedMLP
 from mambalign.worker.models.layers import Linear
 from mambalign.worker.models.loader import DummyWeights
-from mambalign.worker.models.moe import Experts, MoE, Router, stack_experts, take_stacked_experts
+from mambalign.worker.models.moe import Experts, MoE, Router, exact_addends, stack_experts, take_stacked_experts
 
 HIDDEN, INNER, SHARED_INNER, LATENT = 40, 21, 19, 24
 ROUTINGS = {
@@ -95,3 +95,19 @@ def test_values_and_bits(name: str, gated: bool, shared: str, latent: bool, dtyp
 def test_no_tokens() -> None:
     mixture, _ = layer(ROUTINGS["sigmoid"], True, "gated", False, torch.float32)
     assert mixture(torch.empty(0, HIDDEN), None).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize(("stored", "count"), [(torch.bfloat16, 1), (torch.float16, 2), (torch.float32, 3)])
+def test_a_routers_weight_is_the_exact_sum_of_its_addends(stored: torch.dtype, count: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 32, generator=generator).ldexp_(torch.randint(-9, 10, (64, 32), generator=generator))
+    weight = weight.to(stored).float()
+    addends = exact_addends(weight, torch.bfloat16)
+    assert [each.dtype for each in addends] == [torch.bfloat16] * count
+    assert torch.equal(sum(each.double() for each in addends), weight.double())
+    assert len(exact_addends(weight, torch.float32)) == 1
+
+
+def test_a_weight_that_is_no_number_ends_as_such() -> None:
+    addends = exact_addends(torch.tensor([[float("nan"), 1.0]]), torch.bfloat16)
+    assert sum(addends).isnan().tolist() == [[True, False]]
