@@ -12,7 +12,7 @@ import triton.language as tl
 
 from mambalign.kernels.dependent_launch import pdl, wait_for_inputs
 
-SORT_BLOCK = 1024
+SORT_BLOCKS = ((4096, 1024, 4), (2**31, 4096, 8))  # most pairs; ids that a program reads at a time, and its warps
 NO_ID: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
@@ -220,12 +220,15 @@ def route_experts_on_gpu(
 
 
 def sort_by_expert_on_gpu(
-    ids: torch.Tensor, num_experts: int, block: int = SORT_BLOCK
+    ids: torch.Tensor, num_experts: int, block: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel behind `sort_by_expert`."""
+    own_block, num_warps = next(rest for most, *rest in SORT_BLOCKS if ids.numel() <= most)
     order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     first = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
-    sort_by_expert_kernel[(num_experts + 1,)](ids, order, first, ids.numel(), block, **pdl(ids.device))
+    sort_by_expert_kernel[(num_experts + 1,)](
+        ids, order, first, ids.numel(), block or own_block, num_warps=num_warps, **pdl(ids.device)
+    )
     return order, first
 
 

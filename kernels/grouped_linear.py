@@ -36,12 +36,17 @@ class Tiles(NamedTuple):
 # bytes are the fastest on an H200 of `scripts/bench_experts.py --tiles`.
 _TILES = {
     (2, False): [
-        (16, Tiles(16, 128, 64, 8, 4)),
+        (12, Tiles(16, 128, 64, 8, 4)),
         (32, Tiles(32, 256, 64, 8, 3)),
         (64, Tiles(64, 256, 64, 8, 3)),
         (0, Tiles(128, 256, 64, 8, 3)),
     ],
-    (2, True): [(16, Tiles(16, 128, 64, 8, 4)), (128, Tiles(64, 256, 64, 8, 3)), (0, Tiles(128, 128, 64, 8, 4))],
+    (2, True): [
+        (12, Tiles(16, 128, 64, 8, 4)),
+        (24, Tiles(32, 128, 64, 4, 4)),
+        (128, Tiles(64, 256, 64, 8, 3)),
+        (0, Tiles(128, 128, 64, 8, 4)),
+    ],
     (4, False): [(16, Tiles(16, 64, 32, 4, 2)), (0, Tiles(64, 64, 32, 4, 2))],
 }
 _TILES[4, True] = _TILES[4, False]

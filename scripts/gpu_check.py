@@ -29,10 +29,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 NEMOTRON, QWEN = "scripts/bench_models/nemotron-h-8b-like", "scripts/bench_models/qwen3_5-9b-like"
+EXPERTS = (  # models with mixtures of experts: a part's name, the folder
+    ("nemotron-experts", "scripts/bench_models/nemotron-3-30b-a3b-like"),
+    ("qwen-experts", "scripts/bench_models/qwen3_5-35b-a3b-like"),
+)
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header")
 DRAFTS = ("--load-format", "dummy", "--spec-tokens", "3", "--spec-acceptance", "2.4")
 SERVE = ("scripts/bench_serving.py", NEMOTRON, *DRAFTS)
 BY_CHUNKS = ("--concurrency", "8", "--figures", "prefill,ttft,memory", "--engine", "prefill_scan=chunked")
+ALL_BY_CHUNKS = ("--figures", "decode,prefill,ttft,memory", "--engine", "prefill_scan=chunked")
 BATCHES = ("--concurrency", "1", "8", "32", "64")
 FAMILIES = "worker/tests/test_families_on_gpu.py"
 KILL_SECONDS = 10.0  # that a part has to leave once told to
@@ -72,9 +77,11 @@ PARTS = (
     Part("bits-chunked-qwen", 540, ("scripts/same_bits.py", "--models", "qwen-1b", "--prefill-scan", "chunked")),
     Part("kernels", 180, ("scripts/bench_kernels.py",), ()),
     Part("chains", 90, ("scripts/bench_chains.py",), ()),
+    Part("experts", 90, ("scripts/bench_experts.py",), ()),
     Part("drafts", 180, ("scripts/draft_acceptance.py",)),
     Part("precopy", 90, ("scripts/bench_precopy.py", "--quick"), ("msgspec",)),
     Part("decode", 420, (*SERVE, *BATCHES, "--figures", "decode,memory")),
+    *(Part(name, 240, ("scripts/bench_serving.py", path, *DRAFTS, *BATCHES, *ALL_BY_CHUNKS)) for name, path in EXPERTS),
     Part("latency", 240, (*SERVE, "--concurrency", "8", "--figures", "prefill,ttft,memory")),
     Part("chunked", 240, (*SERVE, *BY_CHUNKS)),
     Part("chunked-qwen", 240, ("scripts/bench_serving.py", QWEN, *DRAFTS, *BY_CHUNKS)),

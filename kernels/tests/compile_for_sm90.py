@@ -221,9 +221,9 @@ def compile_routing(num_experts: int, top_k: int, num_groups: int, sigmoid: bool
     return compile_kernel(expert_routing.route_experts_kernel, types, constants, num_warps=1)
 
 
-def compile_sort():
+def compile_sort(block: int, num_warps: int):
     types = dict.fromkeys(("p_ids", "p_order", "p_first"), "*i32")
-    return compile_kernel(expert_routing.sort_by_expert_kernel, types, {"BLOCK": expert_routing.SORT_BLOCK})
+    return compile_kernel(expert_routing.sort_by_expert_kernel, types, {"BLOCK": block}, num_warps=num_warps)
 
 
 def compile_grouped(num_pairs: int, num_experts: int, k: int, n: int, dtype: torch.dtype, up: bool, gated=False):
@@ -329,7 +329,7 @@ def main() -> None:
         "routing super": (compile_routing, 512, 22, 1, True),
         "routing groups": (compile_routing, 256, 8, 8, True),
         "routing softmax": (compile_routing, 256, 8, 1, False),
-        "sort": (compile_sort,),
+        **{f"sort {most}": (compile_sort, *rest) for most, *rest in expert_routing.SORT_BLOCKS},
         "combine": (compile_combine, 2688, 6, True, False),
         "combine latent": (compile_combine, 1024, 22, False, False),
         "combine gate": (compile_combine, 2048, 8, True, True),

@@ -123,15 +123,24 @@ def test_numbers_that_do_not_fit_together_are_refused() -> None:
             Routing(*arguments)
 
 
+@pytest.mark.parametrize("block", [16, None])
 @pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [(1, 1, 1), (5, 3, 7), (37, 4, 9), (3, 2, 40)])
-def test_sorting_by_expert(num_tokens: int, top_k: int, num_experts: int, device: str) -> None:
+def test_sorting_by_expert(num_tokens: int, top_k: int, num_experts: int, block: int | None, device: str) -> None:
+    check_sorting(num_tokens, top_k, num_experts, block, device)
+
+
+def test_sorting_a_long_prompt(device: str) -> None:
+    check_sorting(1400, 3, 5, None, device)
+
+
+def check_sorting(num_tokens: int, top_k: int, num_experts: int, block: int | None, device: str) -> None:
     ids = torch.randint(num_experts, (num_tokens, top_k), generator=torch.Generator().manual_seed(1)).int()
     flat = ids.flatten().tolist()
     want = sorted(range(len(flat)), key=lambda place: (flat[place], place))
     begins = [sum(e < expert for e in flat) for expert in range(num_experts + 1)]
     for order, first in (
         sort_by_expert_reference(ids, num_experts),
-        sort_by_expert_on_gpu(ids.to(device), num_experts, block=16),
+        sort_by_expert_on_gpu(ids.to(device), num_experts, block),
     ):
         assert order.tolist() == want and first.tolist() == begins
 
