@@ -29,7 +29,15 @@ TILES = [
     Tiles(16, 32, 32, 4, 2, split=True, tma=True),
     Tiles(64, 32, 32, 4, 2, tma=True),
 ]
-CASES = [(1000, 37, (4, 256)), (1024, 16, (4, 256)), (600, 1, (3, 256)), (90, 64, (1, 90)), (7, 5, (1, 7))]
+CASES = [
+    (1000, 37, (4, 256)),
+    (1000, 40, (4, 256)),  # the copy engine fetches past the end of K
+    (1024, 16, (4, 256)),
+    (600, 1, (3, 256)),
+    (90, 64, (1, 90)),
+    (104, 64, (1, 104)),
+    (7, 5, (1, 7)),
+]
 SHAPES_8B = [(4096, 18560), (8192, 4096), (4096, 21504), (21504, 4096), (4096, 6144), (4096, 4096), (4096, 131072)]
 
 
@@ -121,12 +129,15 @@ def test_segments_are_merged_in_order_as_a_product_would_be(device: str) -> None
     assert torch.equal(merge_segments(parts, None, torch.float32), want)
 
 
-def test_rows_apart_and_off_a_word_give_the_bits_of_contiguous_ones(device: str) -> None:
-    x, weight = sparse(9, 64, 0, HALF).to(device), torch.randn(64, 48).to(HALF).to(device)
+@pytest.mark.parametrize("k", [64, 72])
+def test_rows_apart_and_off_a_word_give_the_bits_of_contiguous_ones(k: int, device: str) -> None:
+    x, weight = sparse(9, k, 0, HALF).to(device), torch.randn(k, 48).to(HALF).to(device)
     want = linear_on_gpu(x, weight)
-    for before in (64, 8, 3):
-        beside = torch.cat([x.new_full((9, before), float("nan")), x], dim=1)[:, before:]
-        assert torch.equal(linear_on_gpu(beside, weight), want)
+    assert want.isfinite().all()
+    for beside in (64, 8, 3):
+        other = x.new_full((9, beside), float("nan"))
+        assert torch.equal(linear_on_gpu(torch.cat([other, x], dim=1)[:, beside:], weight), want)
+        assert torch.equal(linear_on_gpu(torch.cat([x, other], dim=1)[:, :k], weight), want)
 
 
 def test_no_rows_and_bad_weights(device: str) -> None:
