@@ -112,8 +112,24 @@ class ServerState:
                 code="model_not_found",
             )
 
+    def check_length(self, text: str, name: str) -> None:
+        """Raise ApiError 400 for a text that is too long however it falls into tokens.
+
+        To find that out from the tokens would cost some hundred bytes of memory a character.
+        """
+        limit = self.require_ready().max_model_len
+        most = limit * self.token_text.max_token_chars
+        if len(text) > most:
+            raise ApiError(
+                400,
+                f"{name} has {len(text)} characters; the limit is {limit} tokens, which hold at most {most}",
+                param=name,
+                code="context_length_exceeded",
+            )
+
     async def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the tokenizer's own start token if it adds one."""
+        """Token ids of a prompt, with the tokenizer's own start token if it adds one. Raises ApiError 400."""
+        self.check_length(text, "prompt")
         return await asyncio.to_thread(self.tokenizer.encode, text)
 
     async def encode_chat(self, messages: list[dict[str, Any]], options: TemplateOptions) -> RenderedChat:
@@ -126,7 +142,9 @@ class ServerState:
                 param="messages",
                 code="no_chat_template",
             )
-        return await asyncio.to_thread(self.chat_template.render, messages, options)
+        return await asyncio.to_thread(
+            self.chat_template.render, messages, options, lambda text: self.check_length(text, "messages")
+        )
 
 
 STATE = web.AppKey("state", ServerState)
