@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mambalign.engine.checkpoint import CheckpointFacts, locate, read_facts
+from mambalign.engine.checkpoint import DEFAULT_MODEL, CheckpointFacts, load_tokenizer, locate, read_facts
 from mambalign.engine.cli import make_parser, parse
 from mambalign.engine.config import EngineConfig, ServerConfig
 from mambalign.engine.option import ConfigError, check_values, parse_bytes
@@ -159,6 +159,19 @@ def test_missing_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 8}')
     with pytest.raises(ConfigError, match="max_position_embeddings"):
         read_facts(str(tmp_path), tmp_path)
+
+
+def test_a_missing_tokenizer_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"cannot load its tokenizer \(") as refused:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_tokenizer_has_no_opinion_on_lengths() -> None:
+    tokenizer = load_tokenizer(DEFAULT_MODEL)
+    assert len(tokenizer.encode("a b" * 3000)) > 4096
+    assert not tokenizer.deprecation_warnings, "where transformers notes that it has written one into the log"
 
 
 def test_facts_of_a_nested_config(tmp_path: Path) -> None:
