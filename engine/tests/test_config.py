@@ -63,6 +63,8 @@ def test_parse_bytes_refuses(text: str) -> None:
         ({"cache_memory": 0}, "--cache-memory 0.*at least 1"),
         ({"max_model_len": 1}, "--max-model-len 1.*at least 2"),
         ({"max_num_seqs": 0}, "--max-num-seqs 0.*at least 1"),
+        ({"check_fused_copy_rate": float("nan")}, "--check-fused-copy-rate nan: must be a finite number"),
+        ({"gpu_memory_utilization": float("nan")}, "--gpu-memory-utilization nan: must be a finite number"),
         ({"model": ""}, "--model: must not be empty"),
     ],
 )
@@ -93,7 +95,8 @@ def test_a_model_without_a_scan_has_no_chunks() -> None:
 
 
 def test_server_options_are_checked_too() -> None:
-    for part in (ServerConfig(port=65536), ServerConfig(host=""), ServerConfig(api_key="")):
+    times = [ServerConfig(request_timeout=float("nan")), ServerConfig(read_timeout=float("inf"))]
+    for part in (ServerConfig(port=65536), ServerConfig(host=""), ServerConfig(api_key=""), *times):
         with pytest.raises(ConfigError):
             check_values(part)
 
