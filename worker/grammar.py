@@ -64,7 +64,7 @@ class GrammarState:
     def _follow(self, output_token_ids: Sequence[int]) -> None:
         new = list(output_token_ids[self._num_followed :])
         self._num_followed = len(output_token_ids)
-        if new and self.error is None and self._matcher.try_consume_tokens(new) != len(new):
+        if new and self.error is None and self._matcher.try_consume_tokens(new) != len(new) and not self._check():
             self.error = "a token that its grammar does not allow is in the text"
 
     def _check(self) -> bool:
@@ -105,7 +105,9 @@ class GrammarCompiler:
         if matcher is None:
             try:
                 matcher = LLMatcher(self._tokenizer, self._source(wanted), log_level=0)
-                error = matcher.get_error() if matcher.is_error() else ""
+                first = matcher.deep_copy()
+                first.compute_bitmask()  # some grammars are found to be none, or too much, only when they are begun
+                error = first.get_error().partition("\n<state>")[0] if first.is_error() else ""
             except ValueError as raised:
                 error = str(raised)
             if error:
@@ -154,7 +156,8 @@ def body_grammar(wanted: StructuredOutputs) -> dict[str, Any]:
     if wanted.regex is not None:
         return {"lark_grammar": json.loads(LLMatcher.grammar_from_regex(wanted.regex))["grammars"][0]["lark_grammar"]}
     if wanted.choice is not None:
-        return {"lark_grammar": "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)}
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
+        return {"lark_grammar": f"start: CHOICE\nCHOICE: {texts}"}  # one terminal: it may have many thousands
     try:
         return {"lark_grammar": any_to_lark(wanted.grammar or "")}
     except Exception as error:  # it reports wrong GBNF in many ways
