@@ -129,7 +129,10 @@ async def completions(request: web.Request) -> web.StreamResponse:
     state.admit(len(texts) * max(1, params.n), len(texts))  # before any is made into tokens
     prompts, fitted = [], []
     for text in texts:  # the first that is too long ends it
-        prompts.append(await state.encode(text) if isinstance(text, str) else text)
+        if isinstance(text, str):
+            state.check_length(text, "prompt")
+            text = await state.encode(text)
+        prompts.append(text)
         fitted.append(
             fit_params(
                 state,

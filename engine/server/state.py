@@ -128,8 +128,7 @@ class ServerState:
             )
 
     async def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the tokenizer's own start token if it adds one. Raises ApiError 400."""
-        self.check_length(text, "prompt")
+        """Token ids of a prompt, with the tokenizer's own start token if it adds one."""
         return await asyncio.to_thread(self.tokenizer.encode, text)
 
     async def encode_chat(self, messages: list[dict[str, Any]], options: TemplateOptions) -> RenderedChat:
