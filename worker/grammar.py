@@ -101,21 +101,24 @@ class GrammarCompiler:
     def compile(self, wanted: StructuredOutputs) -> LLMatcher:
         """A matcher at the start of the text, not to be moved. Raises ValueError that names the field."""
         key = msgspec.json.encode(wanted)
-        matcher = self._compiled.get(key)
-        if matcher is None:
-            try:
-                matcher = LLMatcher(self._tokenizer, self._source(wanted), log_level=0)
-                first = matcher.deep_copy()
-                first.compute_bitmask()  # some grammars are found to be none, or too much, only when they are begun
-                error = first.get_error().partition("\n<state>")[0] if first.is_error() else ""
-            except ValueError as raised:
-                error = str(raised)
-            if error:
-                raise ValueError(f"{wanted.field}: the grammar cannot be used: {' '.join(error.split())[:500]}")
-            self._compiled[key] = matcher
+        if key not in self._compiled:
+            self._compiled[key] = self.make(wanted)
             if len(self._compiled) > _MAX_CACHED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
+        return self._compiled[key]
+
+    def make(self, wanted: StructuredOutputs) -> LLMatcher:
+        """The same, always anew; in any thread."""
+        try:
+            matcher = LLMatcher(self._tokenizer, self._source(wanted), log_level=0)
+            first = matcher.deep_copy()
+            first.compute_bitmask()  # some grammars are found to be none, or too much, only when they are begun
+            error = first.get_error().partition("\n<state>")[0] if first.is_error() else ""
+        except (ValueError, RecursionError) as raised:
+            error = str(raised)
+        if error:
+            raise ValueError(f"{wanted.field}: the grammar cannot be used: {' '.join(error.split())[:500]}")
         return matcher
 
     def start(self, wanted: StructuredOutputs) -> GrammarState:

@@ -146,5 +146,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         max_tokens_field="max_completion_tokens" if body.max_tokens is None else "max_tokens",
         logprobs_field="top_logprobs",
     )
+    await state.check_grammar(params.structured_outputs)
     generation = Generation(state, [chat.token_ids], [params], cache_salt=body.cache_salt, arrival=arrival)
     return await send_answer(request, ChatAnswer(state, body, chat, reader_maker(state, tools, chat)), generation)

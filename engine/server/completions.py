@@ -143,6 +143,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
                 default_max_tokens=COMPLETION_MAX_TOKENS,
             )
         )
+    await state.check_grammar(params.structured_outputs)
     echoed = [echoed_prompt(state, *pair) for pair in zip(texts, prompts, strict=True)] if body.echo else []
     generation = Generation(
         state, prompts, fitted, cache_salt=body.cache_salt, arrival=arrival, scores_only=scores_only

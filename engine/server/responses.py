@@ -153,5 +153,6 @@ async def responses(request: web.Request) -> web.StreamResponse:
         max_tokens_field="max_output_tokens",
         logprobs_field="top_logprobs",
     )
+    await state.check_grammar(params.structured_outputs)
     generation = Generation(state, [chat.token_ids], [params], cache_salt=body.cache_salt, arrival=arrival)
     return await send_answer(request, ResponseAnswer(state, body, chat, reader), generation)

@@ -17,8 +17,11 @@ from mambalign.engine.core_process import Ready
 from mambalign.engine.errors import EngineError
 from mambalign.engine.server.chat_template import ChatTemplate, RenderedChat, TemplateOptions
 from mambalign.engine.server.errors import ApiError, unavailable
+from mambalign.engine.server.grammar_check import GrammarCheck
 from mambalign.engine.server.metrics import Metrics
 from mambalign.engine.server.token_text import TokenText
+from mambalign.worker.grammar import GrammarCompiler
+from mambalign.worker.sampling_params import StructuredOutputs
 
 RETRY_AFTER_SECONDS = 1  # what a refused client is told to wait
 STATS_SECONDS = 2.0  # how long to wait for the statistics of an engine in the middle of a step
@@ -50,6 +53,7 @@ class ServerState:
     tokenizer: "PreTrainedTokenizerBase | None" = None  # filled while the engine loads, like the next two
     token_text: TokenText | None = None
     chat_template: ChatTemplate | None = None
+    grammars: GrammarCheck | None = None  # made when the first request has a grammar
     metrics: Metrics = field(default_factory=Metrics)
     recent: deque[EndedChoice] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     draining: bool = False
@@ -126,6 +130,16 @@ class ServerState:
                 param=name,
                 code="context_length_exceeded",
             )
+
+    async def check_grammar(self, wanted: StructuredOutputs | None) -> None:
+        """Raise ApiError 400 for what the engine could not compile, or not while others wait."""
+        if wanted is None:
+            return
+        if self.grammars is None:
+            ready = self.require_ready()
+            compiler = GrammarCompiler(self.tokenizer.backend_tokenizer, ready.vocab_size, ready.eos_token_ids)
+            self.grammars = GrammarCheck(compiler)
+        await self.grammars.check(wanted)
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the tokenizer's own start token if it adds one."""

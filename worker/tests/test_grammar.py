@@ -143,6 +143,7 @@ def test_reasoning_is_free(close_is_special: bool, start: str, text: str) -> Non
         (StructuredOutputs(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
         (StructuredOutputs(grammar="start: nothing"), "nothing"),
         (StructuredOutputs(grammar="root ::= ("), "structured_outputs: "),
+        (StructuredOutputs(json="[" * 100_000), "structured_outputs: .*recursion"),
         (StructuredOutputs(grammar="start: start"), "structured_outputs: .*NoExtension"),
     ],
 )
