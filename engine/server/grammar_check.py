@@ -47,7 +47,7 @@ class GrammarCheck:
                 error = await asyncio.shield(self._compile(wanted))
         except TimeoutError:
             text = f"{wanted.field}: the grammar takes more than {self._seconds:g} s to compile: make it simpler"
-            raise ApiError(400, text, param=wanted.field) from None
+            raise ApiError(400, text, param=wanted.field, code="grammar_too_slow") from None
         if error is not None:
             raise value_error(error)
         self._known[key] = None
