@@ -63,6 +63,8 @@ def as_api_error(error: Exception) -> ApiError:
             return unavailable(str(error), "engine_unavailable")
         case EngineError():
             return ApiError(500, str(error), code="engine_error", kind="server_error")
+        case RecursionError():  # nothing else of a request is nested
+            return ApiError(400, "the body is nested too deeply")
         case TimeoutError():
             return ApiError(
                 504, "the request took longer than this server allows", code="timeout", kind="timeout_error"

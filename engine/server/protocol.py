@@ -147,8 +147,6 @@ def parse_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
         raw = msgspec.json.decode(data)
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply") from error
     if not isinstance(raw, dict):
         raise ApiError(400, "the body must be a JSON object")
     drop_neutral(raw, kind.openai_fields, "")

@@ -207,6 +207,22 @@ def test_bodies_that_mean_harm(server: ServerProcess, body: bytes, headers: dict
     assert "error" in json.loads(answer.partition("\r\n\r\n")[2])
 
 
+@pytest.mark.parametrize("depth", [900, 940, 960, 970, 975, 980, 985, 990, 995, 1000, 1100])
+def test_bodies_as_deep_as_can_be_read(server: ServerProcess, depth: int) -> None:
+    """Wherever on its way one is too deep: a 400."""
+    deep = "[" * depth + "]" * depth
+    schema = '{"items":' * depth + "{}" + "}" * depth
+    made = {"id": "x", "type": "function", "function": {"name": "f", "arguments": f'{{"a":{deep}}}'}}
+    call_of_deep = json.dumps({"role": "assistant", "tool_calls": [made]})
+    for path, body in [
+        ("completions", f'{{"prompt": "x", "structured_outputs": {{"json": {schema}}}}}'),
+        ("chat/completions", f'{{"messages": [], "metadata": {deep}}}'),
+        ("chat/completions", f'{{"max_tokens": 1, "messages": [{call_of_deep}]}}'),
+    ]:
+        status, answer = call(f"{server.url}/v1/{path}", body.encode())
+        assert status in (200, 400), answer
+
+
 @contextlib.contextmanager
 def useless_log(kind: str) -> Iterator[int]:
     """A file descriptor to write to that takes nothing."""
