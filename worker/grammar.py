@@ -109,7 +109,7 @@ class GrammarCompiler:
         return self._compiled[key]
 
     def make(self, wanted: StructuredOutputs) -> LLMatcher:
-        """The same, always anew; in any thread."""
+        """The same, always anew."""
         try:
             matcher = LLMatcher(self._tokenizer, self._source(wanted), log_level=0)
             first = matcher.deep_copy()

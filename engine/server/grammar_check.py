@@ -1,75 +1,78 @@
 """Whether a grammar can be used, found out beside the engine.
 
 The engine compiles in its one thread, where every request waits for it. Some small grammars, such as an `allOf` of
-twenty patterns, take llguidance hours; nothing can stop it, so a thread that takes too long is left alone.
+twenty patterns, take llguidance hours, and some make it end its process; so each is tried in another process first.
 """
 
 import asyncio
-import contextlib
-import threading
+import signal
+import sys
 from collections import OrderedDict
 
 import msgspec
 
 from mambalign.engine.server.errors import ApiError, value_error
-from mambalign.worker.grammar import GrammarCompiler
+from mambalign.engine.server.grammar_process import Vocabulary
 from mambalign.worker.sampling_params import StructuredOutputs
 
 COMPILE_SECONDS = 10.0
-NUM_AT_ONCE = 2
 MAX_KNOWN = 1024
 
 
 class GrammarCheck:
-    """Remembers the latest grammars that are known to compile."""
+    """Remembers the latest grammars that are known to compile. Its process starts with the first grammar."""
 
-    def __init__(self, compiler: GrammarCompiler, seconds: float = COMPILE_SECONDS):
-        self._compiler = compiler
-        self._seconds = seconds
-        self._slots = asyncio.Semaphore(NUM_AT_ONCE)
+    def __init__(self, vocabulary: Vocabulary):
+        self._vocabulary = vocabulary
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()  # held by the grammar that is tried
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
     async def check(self, wanted: StructuredOutputs) -> None:
-        """Raise ApiError: 400 for a grammar that cannot be compiled in time, 429 while others that cannot take all
-        places."""
+        """Raise ApiError: 400 for a grammar that cannot be compiled in time, 429 while others are, one by one."""
         key = msgspec.json.encode(wanted)
         if key in self._known:
             self._known.move_to_end(key)
             return
         try:
-            async with asyncio.timeout(self._seconds):
-                await self._slots.acquire()
+            async with asyncio.timeout(self._vocabulary.seconds):
+                await self._turn.acquire()
         except TimeoutError:
             text = f"{wanted.field}: other grammars are being compiled: try again later"
             raise ApiError(429, text, param=wanted.field, code="queue_full", kind="rate_limit_error") from None
         try:
-            async with asyncio.timeout(self._seconds):
-                error = await asyncio.shield(self._compile(wanted))
-        except TimeoutError:
-            text = f"{wanted.field}: the grammar takes more than {self._seconds:g} s to compile: make it simpler"
-            raise ApiError(400, text, param=wanted.field, code="grammar_too_slow") from None
+            error = await self._try(key, wanted.field)
+        except BaseException:  # a client that has left: its answer would be taken for the next one's
+            await self.close()
+            raise
+        finally:
+            self._turn.release()
         if error is not None:
-            raise value_error(error)
+            raise value_error(ValueError(error))
         self._known[key] = None
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
-    def _compile(self, wanted: StructuredOutputs) -> asyncio.Future[ValueError | None]:
-        """What is wrong with it; gives the slot back in the end."""
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[ValueError | None] = loop.create_future()
-        result.add_done_callback(lambda _: self._slots.release())
+    async def _try(self, grammar: bytes, field: str) -> str | None:
+        """What is wrong with it."""
+        if self._process is None or self._process.returncode is not None:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "mambalign.engine.server.grammar_process"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            self._process.stdin.write(msgspec.json.encode(self._vocabulary) + b"\n")
+        self._process.stdin.write(grammar + b"\n")
+        if answer := await self._process.stdout.readline():
+            return msgspec.json.decode(answer, type=str | None)
+        code = await self._process.wait()
+        if code == -signal.SIGALRM:
+            return f"{field}: the grammar takes more than {self._vocabulary.seconds:g} s to compile: make it simpler"
+        return f"{field}: the grammar cannot be used: its compiler ended with exit code {code}"
 
-        def run() -> None:
-            error = None
-            try:
-                self._compiler.make(wanted)
-            except ValueError as raised:
-                error = raised
-            except BaseException as raised:  # a panic of llguidance's, which would end the engine
-                error = ValueError(f"{wanted.field}: the grammar cannot be used: {raised}")
-            with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-                loop.call_soon_threadsafe(result.set_result, error)
-
-        threading.Thread(target=run, daemon=True).start()
-        return result
+    async def close(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()

@@ -17,10 +17,10 @@ from mambalign.engine.core_process import Ready
 from mambalign.engine.errors import EngineError
 from mambalign.engine.server.chat_template import ChatTemplate, RenderedChat, TemplateOptions
 from mambalign.engine.server.errors import ApiError, unavailable
-from mambalign.engine.server.grammar_check import GrammarCheck
+from mambalign.engine.server.grammar_check import COMPILE_SECONDS, GrammarCheck
+from mambalign.engine.server.grammar_process import Vocabulary
 from mambalign.engine.server.metrics import Metrics
 from mambalign.engine.server.token_text import TokenText
-from mambalign.worker.grammar import GrammarCompiler
 from mambalign.worker.sampling_params import StructuredOutputs
 
 RETRY_AFTER_SECONDS = 1  # what a refused client is told to wait
@@ -136,10 +136,16 @@ class ServerState:
         if wanted is None:
             return
         if self.grammars is None:
-            ready = self.require_ready()
-            compiler = GrammarCompiler(self.tokenizer.backend_tokenizer, ready.vocab_size, ready.eos_token_ids)
-            self.grammars = GrammarCheck(compiler)
+            ready, tokenizer = self.require_ready(), self.tokenizer.backend_tokenizer.to_str()
+            self.grammars = GrammarCheck(
+                Vocabulary(tokenizer, ready.vocab_size, ready.eos_token_ids, seconds=COMPILE_SECONDS)
+            )
         await self.grammars.check(wanted)
+
+    async def close(self) -> None:
+        """Let go of what requests have left."""
+        if self.grammars is not None:
+            await self.grammars.close()
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the tokenizer's own start token if it adds one."""
