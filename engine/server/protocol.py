@@ -154,7 +154,7 @@ def parse_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
     try:
         return msgspec.convert(raw, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise validation_error(str(error), kind) from error
+        raise validation_error(str(error), kind, raw) from error
 
 
 def prepare_messages(raw: Any) -> None:
@@ -183,7 +183,7 @@ def drop_neutral(raw: dict[str, Any], table: FieldTable, path: str) -> None:
             )
 
 
-def validation_error(text: str, kind: type[Body]) -> ApiError:
+def validation_error(text: str, kind: type[Body], raw: dict[str, Any]) -> ApiError:
     """msgspec's text, with the field's name first: "Expected `int`, got `str` - at `$.max_tokens`"."""
     is_of_key = " - at `key` in `$" in text
     reason, _, path = text.replace(" - at `key` in `$", " - at `$").partition(" - at `$")
@@ -194,7 +194,7 @@ def validation_error(text: str, kind: type[Body]) -> ApiError:
         code = "unknown_parameter" if match[1] == "contains unknown" else "missing_required_parameter"
         return ApiError(400, f"{name} {what}", param=name, code=code)
     if match := re.match(r"Invalid (?:enum )?value (.*)", reason, re.DOTALL):
-        if allowed := allowed_values(kind, path):
+        if allowed := allowed_values(kind, raw, path):
             words = f"one of {', '.join(allowed)}" if len(allowed) > 1 else allowed[0]
             return ApiError(400, f"{path} must be {words}, got {match[1]}", param=path)
     whose = "a key: " if is_of_key else "a value: " if path.endswith("[...]") else ""  # of a dict

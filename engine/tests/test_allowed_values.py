@@ -29,6 +29,11 @@ USER = {"role": "user", "content": "x"}
             {"messages": [USER], "response_format": {"type": "yaml"}},
             'response_format.type must be one of "text", "json_object", "json_schema", got \'yaml\'',
         ),
+        (
+            ResponseBody,
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            'input[0].content[0].type must be one of "input_text", "output_text", got \'input_image\'',
+        ),
         (ResponseBody, {"input": "x", "truncation": "auto"}, "truncation must be \"disabled\", got 'auto'"),
         (
             CompletionBody,
