@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,13 @@ from mambalign.engine.api_keys import ENVIRONMENT
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
 LINE_BYTES = 1 << 20  # of one event, at least
+
+
+def finite(text: str) -> float:
+    """An option's number that JSON can hold."""
+    if not math.isfinite(value := float(text)):
+        raise argparse.ArgumentTypeError(f"must be a finite number, got {value}")
+    return value
 
 
 class ServerError(RuntimeError):

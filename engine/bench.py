@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mambalign.engine.api_client import ApiClient, ServerError, add_client_options, api_key
+from mambalign.engine.api_client import ApiClient, ServerError, add_client_options, api_key, finite
 from mambalign.engine.bench_figures import FIGURES, Sample, figures_of, spread
 from mambalign.engine.bench_plot import check_plot, plot
 from mambalign.engine.bench_prompts import PromptSource
@@ -44,7 +44,7 @@ def make_parser(prog: str) -> Parser:
         metavar="N",
         help=f"that all prompts of a pass begin with (default: 0, with --users {SHARED_TOKENS})",
     )
-    load.add_argument("--temperature", type=float, default=0.0, metavar="X", help="default: 0")
+    load.add_argument("--temperature", type=finite, default=0.0, metavar="X", help="default: 0")
     load.add_argument("--warm", action="store_true", help="after each pass the same prompts again")
     load.add_argument("--repeats", type=count, default=3, metavar="N", help="passes (default: 3)")
     load.add_argument("--seed", type=int, metavar="N", help="the same prompts in every run (default: new ones)")
@@ -67,7 +67,7 @@ def count(text: str) -> int:
 
 
 def rate(text: str) -> float:
-    if (value := float(text)) <= 0:
+    if (value := finite(text)) <= 0:
         raise argparse.ArgumentTypeError(f"must be more than 0, got {value}")
     return value
 

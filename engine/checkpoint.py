@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,19 +115,23 @@ def checkpoint_name(model: str | None, path: Path) -> str:
 
 
 def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
-    """The checkpoint's tokenizer, chat template included. Raises ConfigError if it has none."""
+    """The checkpoint's tokenizer, chat template included. Raises ConfigError if it has none.
+
+    It makes texts of any length into tokens without a word: what is too long is the engine's to say.
+    """
     try:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             _plain_file(path / name)
         if has_plain_tokenizer(path):
-            from transformers import PreTrainedTokenizerFast  # unlike AutoTokenizer it imports no torch
-
-            return PreTrainedTokenizerFast.from_pretrained(path)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(path)
+            from transformers import PreTrainedTokenizerFast as Tokenizer  # unlike AutoTokenizer it imports no torch
+        else:
+            from transformers import AutoTokenizer as Tokenizer
+        tokenizer = Tokenizer.from_pretrained(path)
+        tokenizer.model_max_length = sys.maxsize
+        return tokenizer
     except Exception as error:
-        raise ConfigError(f"model {str(path)!r}: cannot load its tokenizer ({error})") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model {str(path)!r}: cannot load its tokenizer ({reason})") from error
 
 
 def load_chat_template(option: str) -> str:

@@ -6,6 +6,7 @@ imported.
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import Field, fields, replace
@@ -142,15 +143,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=("serve", "chat", "bench"), help=words)
     command = parser.parse_args(arguments[:1]).command
     prog, rest = f"mambalign {command}", arguments[1:]
-    if command == "chat":
-        from mambalign.engine.terminal_chat import chat_main  # like bench, it needs nothing of what serve needs
+    if command == "serve":
+        return serve_main(rest, prog)
+    try:
+        if command == "chat":
+            from mambalign.engine.terminal_chat import chat_main  # like bench, it needs nothing of what serve needs
 
-        return chat_main(rest, prog)
-    if command == "bench":
+            return chat_main(rest, prog)
         from mambalign.engine.bench import bench_main
 
         return bench_main(rest, prog)
-    return serve_main(rest, prog)
+    except BrokenPipeError:  # nobody reads what it prints
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is printed at exit
+        return 1
 
 
 if __name__ == "__main__":

@@ -108,6 +108,7 @@ class EngineClient:
         except BaseException:
             await self.shutdown(drain=False)
             raise
+        shutil.rmtree(self._folder, ignore_errors=True)  # the two are connected: a killed server leaves no folder
         return self.ready
 
     @property

@@ -4,7 +4,9 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -20,7 +22,7 @@ from mambalign.engine.request_factory import RequestFactory
 from mambalign.worker.sampling_params import SamplingParams
 
 Prompt = str | list[int]
-Params = SamplingParams | Sequence[SamplingParams] | None
+Params = SamplingParams | Iterable[SamplingParams] | None
 Conversation = list[dict[str, Any]]  # messages as chat templates take them: {"role": "user", "content": "Hello"}
 
 
@@ -73,7 +75,8 @@ class LLM:
     """A loaded engine. Options are the command line's, with underscores: `LLM(spec_tokens=3, runner="v1")`.
 
     Raises ConfigError for options that cannot be served, before weights are loaded. `core` is an engine to use
-    instead of loading one. As a context manager it lets go of the engine's memory at the end.
+    instead of loading one. As a context manager it lets go of the engine's memory at the end. Threads may share one:
+    their calls run one after the other.
     """
 
     def __init__(self, model: str | None = None, *, core: Any = None, **options: Any):
@@ -88,6 +91,7 @@ class LLM:
             self._empty_device_cache = empty_device_cache
         self.core = core
         self._client = LocalClient(core)
+        self._turn = threading.Lock()  # held by the call that runs
         self._factory = RequestFactory(config.model.seed)
         atexit.register(self.shutdown)
 
@@ -98,13 +102,14 @@ class LLM:
         self.shutdown()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, use_tqdm: bool | None = None
+        self, prompts: Prompt | Iterable[Prompt], params: Params = None, *, use_tqdm: bool | None = None
     ) -> list[RequestOutput]:
         """Complete each prompt (text or token ids; one or a list), all in one batch, results in their order.
 
         `params`: one for all prompts, or one per prompt; `n` of them is the number of choices. `use_tqdm`: show the
         progress on stderr (None: if that is a terminal). Raises ValueError (the text names the field and the limit)
-        before anything has run, RuntimeError if the engine fails.
+        before anything has run, RuntimeError if the engine fails. Ctrl-C ends the texts that run, and takes effect
+        between two steps.
         """
         self._require_core()
         encoded = [
@@ -115,7 +120,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: Conversation | Iterable[Conversation],
         params: Params = None,
         *,
         chat_template: str | None = None,
@@ -143,6 +148,8 @@ class LLM:
             )
             for conversation in split_conversations(messages)
         ]
+        for text in rendered:
+            check_text(text, "messages")
         return self._complete([(text, template.encode(text)) for text in rendered], params, use_tqdm)
 
     def _complete(
@@ -151,6 +158,10 @@ class LLM:
         """Run prompts, each its text if there is one and its token ids."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        params = as_list(params, "params")
+        for i, one in enumerate(params):
+            if not isinstance(one, SamplingParams):
+                raise ValueError(f"params[{i}]: must be SamplingParams, got {type(one).__name__}")
         if len(params) != len(prompts):
             raise ValueError(f"params: {len(params)} for {len(prompts)} prompts")
         results: list[RequestOutput] = []
@@ -165,8 +176,12 @@ class LLM:
             requests.extend(split)
         is_shown = sys.stderr.isatty() if use_tqdm is None else use_tqdm
         num_tokens = 0
-        with tqdm(total=len(requests), unit="text", miniters=0, disable=not is_shown) as bar:
-            for output in self._client.generate(requests):
+        with (
+            self._turn,
+            tqdm(total=len(requests), unit="text", miniters=0, disable=not is_shown) as bar,
+            closing(self._client.generate(requests)) as outputs,
+        ):
+            for output in outputs:
                 result, choice = choices[output.request_id]
                 choice.add(output)
                 if choice.index == 0:
@@ -194,24 +209,44 @@ class LLM:
             self._empty_device_cache()
 
 
-def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_list(values: Any, name: str) -> list[Any]:
+    """What a caller gave for several. Raises ValueError for what has no order, or is one thing."""
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | dict | set):
+        raise ValueError(f"{name}: one or a list of them is needed, got {type(values).__name__}")
+    return list(values)
+
+
+def check_text(text: str, name: str) -> None:
+    """Raise ValueError for a text that no tokenizer takes: half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: is no Unicode text: {error}") from error
+
+
+def split_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """One text or one list of token ids is a list of one prompt. Raises ValueError for anything else."""
     if isinstance(prompts, str):
-        return [prompts]
-    prompts = list(prompts)
+        prompts = [prompts]
+    prompts = as_list(prompts, "prompts")
     if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]
-    for item in prompts:
-        if not isinstance(item, str | list | tuple):
-            raise ValueError(f"prompts: must be texts or lists of token ids, got {type(item).__name__}")
+        prompts = [prompts]
+    for i, item in enumerate(prompts):
+        if isinstance(item, str):
+            check_text(item, f"prompts[{i}]")
+        elif not isinstance(item, list | tuple):
+            raise ValueError(f"prompts[{i}]: must be a text or a list of token ids, got {type(item).__name__}")
+        elif wrong := [token_id for token_id in item if type(token_id) is not int]:
+            raise ValueError(f"prompts[{i}]: token ids must be integers, got {wrong[0]!r}")
     return prompts
 
 
-def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+def split_conversations(messages: Conversation | Iterable[Conversation]) -> list[Conversation]:
     """One conversation is a list of one. Raises ValueError for a message that has no role or no content."""
-    conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+    messages = as_list(messages, "messages")
+    conversations = [messages] if messages and isinstance(messages[0], dict) else messages
     for conversation in conversations:
-        for i, message in enumerate(conversation):
+        for i, message in enumerate(as_list(conversation, "messages[0]")):
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
                 raise ValueError(f"messages[{i}]: must be a dict with role and content, got {message!r}")
     return conversations

@@ -3,6 +3,7 @@
 What is here reads that metadata and knows no option by name.
 """
 
+import math
 import re
 from dataclasses import field, fields
 from types import NoneType, UnionType
@@ -64,6 +65,8 @@ def check_values(part: Any) -> None:
         if wrong_bool or not isinstance(value, (*types, int) if float in types else types):
             wanted = " or ".join("None" if t is NoneType else t.__name__ for t in types)
             raise ConfigError(f"{name} {value!r}: must be {wanted}, not {type(value).__name__}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{name} {value}: must be a finite number")
         choices = f.metadata.get("choices")
         refused = f.metadata.get("refused", {})
         if value in refused:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mambalign.engine.api_client import ApiClient, ServerError, add_client_options, api_key
+from mambalign.engine.api_client import ApiClient, ServerError, add_client_options, api_key, finite
 from mambalign.engine.cli import Parser
 
 DESCRIPTION = (
@@ -29,7 +29,7 @@ def make_parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description=DESCRIPTION, allow_abbrev=False)
     add_client_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
-    parser.add_argument("--temperature", type=float, metavar="X", help="0: always the likeliest token")
+    parser.add_argument("--temperature", type=finite, metavar="X", help="0: always the likeliest token")
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="of an answer (default: the server's; of chats mostly all its room)"
     )
@@ -87,6 +87,7 @@ class TerminalChat:
     def _lines(self) -> Iterator[str]:
         """What is said, without empty lines. Ctrl-C drops the line that is being written."""
         if not self._is_interactive:
+            sys.stdin.reconfigure(errors="strict")  # where the locale says nothing, Python lets wrong bytes through
             yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
             return
         with contextlib.suppress(ImportError):
@@ -194,5 +195,8 @@ def chat_main(arguments: Sequence[str], prog: str = "mambalign chat") -> int:
     chat = TerminalChat(make_parser(prog).parse_args(arguments))
     try:
         return chat.run()
+    except UnicodeDecodeError as error:
+        print(f"chat: error: the input is no {error.encoding} text: {error.reason}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130

@@ -64,7 +64,7 @@ class GrammarState:
     def _follow(self, output_token_ids: Sequence[int]) -> None:
         new = list(output_token_ids[self._num_followed :])
         self._num_followed = len(output_token_ids)
-        if new and self.error is None and self._matcher.try_consume_tokens(new) != len(new):
+        if new and self.error is None and self._matcher.try_consume_tokens(new) != len(new) and not self._check():
             self.error = "a token that its grammar does not allow is in the text"
 
     def _check(self) -> bool:
@@ -101,19 +101,24 @@ class GrammarCompiler:
     def compile(self, wanted: StructuredOutputs) -> LLMatcher:
         """A matcher at the start of the text, not to be moved. Raises ValueError that names the field."""
         key = msgspec.json.encode(wanted)
-        matcher = self._compiled.get(key)
-        if matcher is None:
-            try:
-                matcher = LLMatcher(self._tokenizer, self._source(wanted), log_level=0)
-                error = matcher.get_error() if matcher.is_error() else ""
-            except ValueError as raised:
-                error = str(raised)
-            if error:
-                raise ValueError(f"{wanted.field}: the grammar cannot be used: {' '.join(error.split())[:500]}")
-            self._compiled[key] = matcher
+        if key not in self._compiled:
+            self._compiled[key] = self.make(wanted)
             if len(self._compiled) > _MAX_CACHED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
+        return self._compiled[key]
+
+    def make(self, wanted: StructuredOutputs) -> LLMatcher:
+        """The same, always anew."""
+        try:
+            matcher = LLMatcher(self._tokenizer, self._source(wanted), log_level=0)
+            first = matcher.deep_copy()
+            first.compute_bitmask()  # some grammars are found to be none, or too much, only when they are begun
+            error = first.get_error().partition("\n<state>")[0] if first.is_error() else ""
+        except (ValueError, RecursionError) as raised:
+            error = str(raised)
+        if error:
+            raise ValueError(f"{wanted.field}: the grammar cannot be used: {' '.join(error.split())[:500]}")
         return matcher
 
     def start(self, wanted: StructuredOutputs) -> GrammarState:
@@ -154,7 +159,8 @@ def body_grammar(wanted: StructuredOutputs) -> dict[str, Any]:
     if wanted.regex is not None:
         return {"lark_grammar": json.loads(LLMatcher.grammar_from_regex(wanted.regex))["grammars"][0]["lark_grammar"]}
     if wanted.choice is not None:
-        return {"lark_grammar": "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)}
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
+        return {"lark_grammar": f"start: CHOICE\nCHOICE: {texts}"}  # one terminal: it may have many thousands
     try:
         return {"lark_grammar": any_to_lark(wanted.grammar or "")}
     except Exception as error:  # it reports wrong GBNF in many ways

@@ -48,6 +48,7 @@ def make_app(state: ServerState) -> web.Application:
     )
     app[STATE] = state
     app.on_response_prepare.append(add_headers)
+    app.on_cleanup.append(close_state)
     app.add_routes(
         [
             web.get("/health", health),
@@ -66,6 +67,10 @@ def make_app(state: ServerState) -> web.Application:
         ]
     )
     return app
+
+
+async def close_state(app: web.Application) -> None:
+    await app[STATE].close()
 
 
 @web.middleware

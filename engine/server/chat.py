@@ -18,7 +18,7 @@ from mambalign.engine.server.chat_tools import NamedTool
 from mambalign.engine.server.errors import ApiError
 from mambalign.engine.server.generation import Choice, Generation, fit_params
 from mambalign.engine.server.protocol import ChatBody, parse_body, template_options
-from mambalign.engine.server.reply import reader_maker, reasoning_tokens, reply_params, usable_tools
+from mambalign.engine.server.reply import check_grammar, reader_maker, reasoning_tokens, reply_params, usable_tools
 from mambalign.engine.server.state import STATE, ServerState
 from mambalign.engine.server.structured import of_response_format
 from mambalign.engine.server.token_text import chat_logprobs
@@ -146,5 +146,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         max_tokens_field="max_completion_tokens" if body.max_tokens is None else "max_tokens",
         logprobs_field="top_logprobs",
     )
+    await check_grammar(state, params, tools)
     generation = Generation(state, [chat.token_ids], [params], cache_salt=body.cache_salt, arrival=arrival)
     return await send_answer(request, ChatAnswer(state, body, chat, reader_maker(state, tools, chat)), generation)

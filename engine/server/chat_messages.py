@@ -109,7 +109,7 @@ def call_for_template(call: ToolCall, name: str) -> dict[str, Any]:
     """
     try:
         arguments = msgspec.json.decode(call.function.arguments or "{}")
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(400, f"{name} is not valid JSON: {error}", param=name) from error
     if not isinstance(arguments, dict):
         raise ApiError(400, f"{name} must be a JSON object", param=name)

@@ -1,5 +1,6 @@
 """A checkpoint's chat template as the server needs it: prompts out of conversations, and what the replies look like."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -70,8 +71,10 @@ class ChatTemplate:
         )
         return self._special.isdisjoint(tags)
 
-    def render(self, messages: list[dict[str, Any]], options: TemplateOptions) -> RenderedChat:
-        """Token ids of a conversation. Raises ApiError 400."""
+    def render(
+        self, messages: list[dict[str, Any]], options: TemplateOptions, check: Callable[[str], None]
+    ) -> RenderedChat:
+        """Token ids of a conversation. Raises ApiError 400; `check` may refuse the text that they are made of."""
         try:
             prompt = self._prompts.render(
                 messages,
@@ -82,6 +85,7 @@ class ChatTemplate:
             )
         except TemplateError as error:
             raise ApiError(400, str(error), param=error.param, code=error.code) from error
+        check(prompt)
         continued = messages[-1]["content"] if options.continue_final_message else None
         start = self._reasoning_start(prompt, continued)
         return RenderedChat(self._prompts.encode(prompt), start if self.reasons else None)

@@ -127,18 +127,23 @@ async def completions(request: web.Request) -> web.StreamResponse:
     scores_only = bool(body.echo) and body.max_tokens == 0  # one token is generated and not shown
     texts = split_prompt(body.prompt)
     state.admit(len(texts) * max(1, params.n), len(texts))  # before any is made into tokens
-    prompts = [await state.encode(prompt) if isinstance(prompt, str) else prompt for prompt in texts]
-    fitted = [
-        fit_params(
-            state,
-            params,
-            prompt,
-            prompt_field="prompt",
-            max_tokens=1 if scores_only else body.max_tokens,
-            default_max_tokens=COMPLETION_MAX_TOKENS,
+    prompts, fitted = [], []
+    for text in texts:  # the first that is too long ends it
+        if isinstance(text, str):
+            state.check_length(text, "prompt")
+            text = await state.encode(text)
+        prompts.append(text)
+        fitted.append(
+            fit_params(
+                state,
+                params,
+                prompts[-1],
+                prompt_field="prompt",
+                max_tokens=1 if scores_only else body.max_tokens,
+                default_max_tokens=COMPLETION_MAX_TOKENS,
+            )
         )
-        for prompt in prompts
-    ]
+    await state.check_grammar(params.structured_outputs)
     echoed = [echoed_prompt(state, *pair) for pair in zip(texts, prompts, strict=True)] if body.echo else []
     generation = Generation(
         state, prompts, fitted, cache_salt=body.cache_salt, arrival=arrival, scores_only=scores_only

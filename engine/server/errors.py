@@ -3,7 +3,7 @@
 import logging
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from mambalign.engine.errors import EngineDeadError, EngineError, RequestError
 
@@ -63,6 +63,8 @@ def as_api_error(error: Exception) -> ApiError:
             return unavailable(str(error), "engine_unavailable")
         case EngineError():
             return ApiError(500, str(error), code="engine_error", kind="server_error")
+        case RecursionError():  # nothing else of a request is nested
+            return ApiError(400, "the body is nested too deeply")
         case TimeoutError():
             return ApiError(
                 504, "the request took longer than this server allows", code="timeout", kind="timeout_error"
@@ -70,6 +72,10 @@ def as_api_error(error: Exception) -> ApiError:
         case web.HTTPRequestEntityTooLarge():
             limit = f"the body is larger than this server takes: {error.text}"
             return ApiError(413, limit, code="body_too_large")
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            text = f"{error.method} is not a method of this path: use {allowed}"
+            return ApiError(405, text, code="405", headers={hdrs.ALLOW: allowed})
         case web.HTTPException():
             return ApiError(error.status, error.text or error.reason, code=str(error.status))
     log.error("a handler failed", exc_info=error)

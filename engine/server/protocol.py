@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
+from mambalign.engine.server.allowed_values import allowed_values
 from mambalign.engine.server.chat_messages import AnyMessage, check_parts
 from mambalign.engine.server.chat_template import TemplateOptions
 from mambalign.engine.server.chat_tools import Tool, ToolChoice
@@ -146,8 +147,6 @@ def parse_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
         raw = msgspec.json.decode(data)
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply") from error
     if not isinstance(raw, dict):
         raise ApiError(400, "the body must be a JSON object")
     drop_neutral(raw, kind.openai_fields, "")
@@ -155,7 +154,7 @@ def parse_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
     try:
         return msgspec.convert(raw, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise validation_error(str(error)) from error
+        raise validation_error(str(error), kind, raw) from error
 
 
 def prepare_messages(raw: Any) -> None:
@@ -184,8 +183,9 @@ def drop_neutral(raw: dict[str, Any], table: FieldTable, path: str) -> None:
             )
 
 
-def validation_error(text: str) -> ApiError:
+def validation_error(text: str, kind: type[Body], raw: dict[str, Any]) -> ApiError:
     """msgspec's text, with the field's name first: "Expected `int`, got `str` - at `$.max_tokens`"."""
+    is_of_key = " - at `key` in `$" in text
     reason, _, path = text.replace(" - at `key` in `$", " - at `$").partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
     if match := re.match(r"Object (contains unknown|missing required) field `(.*)`", reason, re.DOTALL):
@@ -193,8 +193,13 @@ def validation_error(text: str) -> ApiError:
         what = "is not a field of this request" if match[1] == "contains unknown" else "is required"
         code = "unknown_parameter" if match[1] == "contains unknown" else "missing_required_parameter"
         return ApiError(400, f"{name} {what}", param=name, code=code)
-    path = path.replace("[...]", "")  # the key or item of a dict or list
-    return ApiError(400, f"{path}: {reason[:1].lower()}{reason[1:]}", param=path or None)
+    if match := re.match(r"Invalid (?:enum )?value (.*)", reason, re.DOTALL):
+        if allowed := allowed_values(kind, raw, path):
+            words = f"one of {', '.join(allowed)}" if len(allowed) > 1 else allowed[0]
+            return ApiError(400, f"{path} must be {words}, got {match[1]}", param=path)
+    whose = "a key: " if is_of_key else "a value: " if path.endswith("[...]") else ""  # of a dict
+    path = path.replace("[...]", "")
+    return ApiError(400, f"{path}: {whose}{reason[:1].lower()}{reason[1:]}", param=path or None)
 
 
 def split_prompt(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:

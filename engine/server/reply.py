@@ -63,6 +63,23 @@ def reply_params(
     return body.sampling_params(**changes)
 
 
+async def check_grammar(
+    state: ServerState, params: SamplingParams, tools: list[Tool], function_path: str = "function."
+) -> None:
+    """Raise ApiError for a grammar that the engine could not compile; of several tools it says whose schema is wrong.
+
+    `function_path`: where the body has a function within its tool.
+    """
+    try:
+        await state.check_grammar(params.structured_outputs)
+    except ApiError as error:
+        if error.param == "tools" and error.code is None:
+            for i, tool in enumerate(tools):
+                path = f"tools[{i}].{function_path}parameters"
+                await state.check_grammar(StructuredOutputs(json=tool.schema, field=path))
+        raise
+
+
 def reader_maker(state: ServerState, tools: list[Tool], chat: RenderedChat) -> Callable[[], AssistantText]:
     parser = state.chat_template.tool_parser if tools else None
     parameters = {tool.function.name: tool.schema for tool in tools}

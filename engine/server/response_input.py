@@ -77,10 +77,13 @@ InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningI
 
 
 def name_types(raw: Any) -> None:
-    """Say of raw items which they are: a message may come without its type."""
+    """Say of raw items which they are: a message may come without its type. Clients send fields of an answer back that
+    are null, in their own names for them: those are taken out."""
     for item in raw if isinstance(raw, list) else []:
-        if isinstance(item, dict) and item.get("type") is None:
-            item["type"] = "message"
+        if isinstance(item, dict):
+            for name in [name for name, value in item.items() if value is None]:
+                del item[name]
+            item.setdefault("type", "message")
 
 
 def messages_of_items(items: list[InputItem]) -> list[dict[str, Any]]:

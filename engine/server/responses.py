@@ -13,7 +13,7 @@ from mambalign.engine.server.chat_template import RenderedChat
 from mambalign.engine.server.errors import ApiError
 from mambalign.engine.server.generation import Choice, Generation, fit_params
 from mambalign.engine.server.protocol import parse_body
-from mambalign.engine.server.reply import reader_maker, reasoning_tokens, reply_params, usable_tools
+from mambalign.engine.server.reply import check_grammar, reader_maker, reasoning_tokens, reply_params, usable_tools
 from mambalign.engine.server.response_body import ResponseBody
 from mambalign.engine.server.response_items import Event, OutputItems, join_deltas
 from mambalign.engine.server.state import STATE, ServerState
@@ -153,5 +153,6 @@ async def responses(request: web.Request) -> web.StreamResponse:
         max_tokens_field="max_output_tokens",
         logprobs_field="top_logprobs",
     )
+    await check_grammar(state, params, tools, function_path="")
     generation = Generation(state, [chat.token_ids], [params], cache_salt=body.cache_salt, arrival=arrival)
     return await send_answer(request, ResponseAnswer(state, body, chat, reader), generation)

@@ -59,7 +59,7 @@ def complain(text: str) -> None:
 
 def is_ours(record: logging.LogRecord) -> bool:
     """Not a stranger's request that is no HTTP: the access log has a line of it, and a trace would tell nothing."""
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError))
 
 
 def tls_context(options: ServerConfig) -> ssl.SSLContext | None:

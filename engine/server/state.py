@@ -17,8 +17,11 @@ from mambalign.engine.core_process import Ready
 from mambalign.engine.errors import EngineError
 from mambalign.engine.server.chat_template import ChatTemplate, RenderedChat, TemplateOptions
 from mambalign.engine.server.errors import ApiError, unavailable
+from mambalign.engine.server.grammar_check import COMPILE_SECONDS, GrammarCheck
+from mambalign.engine.server.grammar_process import Vocabulary
 from mambalign.engine.server.metrics import Metrics
 from mambalign.engine.server.token_text import TokenText
+from mambalign.worker.sampling_params import StructuredOutputs
 
 RETRY_AFTER_SECONDS = 1  # what a refused client is told to wait
 STATS_SECONDS = 2.0  # how long to wait for the statistics of an engine in the middle of a step
@@ -50,6 +53,7 @@ class ServerState:
     tokenizer: "PreTrainedTokenizerBase | None" = None  # filled while the engine loads, like the next two
     token_text: TokenText | None = None
     chat_template: ChatTemplate | None = None
+    grammars: GrammarCheck | None = None  # made when the first request has a grammar
     metrics: Metrics = field(default_factory=Metrics)
     recent: deque[EndedChoice] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     draining: bool = False
@@ -112,6 +116,37 @@ class ServerState:
                 code="model_not_found",
             )
 
+    def check_length(self, text: str, name: str) -> None:
+        """Raise ApiError 400 for a text that is too long however it falls into tokens.
+
+        To find that out from the tokens would cost some hundred bytes of memory a character.
+        """
+        limit = self.require_ready().max_model_len
+        most = limit * self.token_text.max_token_chars
+        if len(text) > most:
+            raise ApiError(
+                400,
+                f"{name} has {len(text)} characters; the limit is {limit} tokens, which hold at most {most}",
+                param=name,
+                code="context_length_exceeded",
+            )
+
+    async def check_grammar(self, wanted: StructuredOutputs | None) -> None:
+        """Raise ApiError 400 for what the engine could not compile, or not while others wait."""
+        if wanted is None:
+            return
+        if self.grammars is None:
+            ready, tokenizer = self.require_ready(), self.tokenizer.backend_tokenizer.to_str()
+            self.grammars = GrammarCheck(
+                Vocabulary(tokenizer, ready.vocab_size, ready.eos_token_ids, seconds=COMPILE_SECONDS)
+            )
+        await self.grammars.check(wanted)
+
+    async def close(self) -> None:
+        """Let go of what requests have left."""
+        if self.grammars is not None:
+            await self.grammars.close()
+
     async def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the tokenizer's own start token if it adds one."""
         return await asyncio.to_thread(self.tokenizer.encode, text)
@@ -126,7 +161,9 @@ class ServerState:
                 param="messages",
                 code="no_chat_template",
             )
-        return await asyncio.to_thread(self.chat_template.render, messages, options)
+        return await asyncio.to_thread(
+            self.chat_template.render, messages, options, lambda text: self.check_length(text, "messages")
+        )
 
 
 STATE = web.AppKey("state", ServerState)

@@ -27,6 +27,7 @@ class TokenText:
         decoder = repr(tokenizer.backend_tokenizer.decoder)
         self._alphabet = byte_level_alphabet() if "ByteLevel" in decoder else {}
         self._bytes: dict[int, bytes] = {}
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()))  # no token stands for a longer text
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes a token adds to a text; those of one character may be spread over several tokens."""

@@ -145,6 +145,8 @@ def test_a_server_that_cannot_be_measured(url: str, capsys: pytest.CaptureFixtur
     [
         (("--requests", "0"), "must be at least 1, got 0"),
         (("--rate", "-1"), "must be more than 0"),
+        (("--rate", "inf"), "must be a finite number, got inf"),
+        (("--temperature", "nan"), "must be a finite number, got nan"),
         (("--plot", "picture.txt"), "must end in .png"),
         (("--plot", "/no/such/folder/x.png"), "no such folder"),
         (("--usres", "3"), "unrecognized arguments"),

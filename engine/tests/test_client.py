@@ -45,6 +45,7 @@ async def free(client: EngineClient) -> int:
 async def test_life_of_requests(fake_model: Path) -> None:
     async with started(fake_model, spec_tokens=1) as client:
         assert client.healthy and client.ready.spec_method == "mtp"
+        assert not Path(client._folder).exists(), "whoever kills the server finds nothing left of it"
         outputs = await collect(client, PROMPT, max_tokens=5)
         assert [o.new_token_ids for o in outputs] == [[100, 101], [102, 100], [101]]
         assert [o.finish_reason for o in outputs] == [None, None, "length"]

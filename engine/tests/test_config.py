@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mambalign.engine.checkpoint import CheckpointFacts, locate, read_facts
+from mambalign.engine.checkpoint import DEFAULT_MODEL, CheckpointFacts, load_tokenizer, locate, read_facts
 from mambalign.engine.cli import make_parser, parse
 from mambalign.engine.config import EngineConfig, ServerConfig
 from mambalign.engine.option import ConfigError, check_values, parse_bytes
@@ -63,6 +63,8 @@ def test_parse_bytes_refuses(text: str) -> None:
         ({"cache_memory": 0}, "--cache-memory 0.*at least 1"),
         ({"max_model_len": 1}, "--max-model-len 1.*at least 2"),
         ({"max_num_seqs": 0}, "--max-num-seqs 0.*at least 1"),
+        ({"check_fused_copy_rate": float("nan")}, "--check-fused-copy-rate nan: must be a finite number"),
+        ({"gpu_memory_utilization": float("nan")}, "--gpu-memory-utilization nan: must be a finite number"),
         ({"model": ""}, "--model: must not be empty"),
     ],
 )
@@ -93,7 +95,8 @@ def test_a_model_without_a_scan_has_no_chunks() -> None:
 
 
 def test_server_options_are_checked_too() -> None:
-    for part in (ServerConfig(port=65536), ServerConfig(host=""), ServerConfig(api_key="")):
+    times = [ServerConfig(request_timeout=float("nan")), ServerConfig(read_timeout=float("inf"))]
+    for part in (ServerConfig(port=65536), ServerConfig(host=""), ServerConfig(api_key=""), *times):
         with pytest.raises(ConfigError):
             check_values(part)
 
@@ -159,6 +162,19 @@ def test_missing_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 8}')
     with pytest.raises(ConfigError, match="max_position_embeddings"):
         read_facts(str(tmp_path), tmp_path)
+
+
+def test_a_missing_tokenizer_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"cannot load its tokenizer \(") as refused:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_tokenizer_has_no_opinion_on_lengths() -> None:
+    tokenizer = load_tokenizer(DEFAULT_MODEL)
+    assert len(tokenizer.encode("a b" * 3000)) > 4096
+    assert not tokenizer.deprecation_warnings, "where transformers notes that it has written one into the log"
 
 
 def test_facts_of_a_nested_config(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def server(fake_model: Path) -> Iterator[ServerProcess]:
         assert server.process.poll() is None, server.output
         assert call(f"{server.url}/v1/completions", {"prompt": "abc", "max_tokens": 3})[0] == 200
         assert server.stop() == 0
+        assert "Traceback" not in server.output
 
 
 def connect(server: ServerProcess) -> socket.socket:
@@ -189,6 +190,7 @@ def test_what_is_no_http(server: ServerProcess, sent: bytes) -> None:
     [
         (gzip.compress(b'{"prompt": "' + b"a" * (80 << 20)), {"Content_Encoding": "gzip"}, 413),
         (b"\x1f\x8bnot gzip", {"Content_Encoding": "gzip"}, 400),
+        (b'{"prompt": "a"}', {"Content_Encoding": "gzip"}, 400),
         (b'{"prompt": ' + b"[" * 200_000, {}, 400),
         (b'{"prompt": "\xff\xfe"}', {}, 400),
         (b'{"prompt": "a", "temperature": NaN}', {}, 400),
@@ -196,13 +198,29 @@ def test_what_is_no_http(server: ServerProcess, sent: bytes) -> None:
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", {}, 400),
         (b'{"prompt": "\\ud800", "max_tokens": 1}', {}, 400),
     ],
-    ids=["bomb", "no gzip", "deep", "utf8", "nan", "infinity", "digits", "surrogate"],
+    ids=["bomb", "no gzip", "text for gzip", "deep", "utf8", "nan", "infinity", "digits", "surrogate"],
 )
 def test_bodies_that_mean_harm(server: ServerProcess, body: bytes, headers: dict, status: int) -> None:
     with post(server, body, Connection="close", **headers) as connection:
         answer = read_all(connection).decode()
     assert answer.startswith(f"HTTP/1.1 {status} "), answer[:300]
     assert "error" in json.loads(answer.partition("\r\n\r\n")[2])
+
+
+@pytest.mark.parametrize("depth", [900, 940, 960, 970, 975, 980, 985, 990, 995, 1000, 1100])
+def test_bodies_as_deep_as_can_be_read(server: ServerProcess, depth: int) -> None:
+    """Wherever on its way one is too deep: a 400."""
+    deep = "[" * depth + "]" * depth
+    schema = '{"items":' * depth + "{}" + "}" * depth
+    made = {"id": "x", "type": "function", "function": {"name": "f", "arguments": f'{{"a":{deep}}}'}}
+    call_of_deep = json.dumps({"role": "assistant", "tool_calls": [made]})
+    for path, body in [
+        ("completions", f'{{"prompt": "x", "structured_outputs": {{"json": {schema}}}}}'),
+        ("chat/completions", f'{{"messages": [], "metadata": {deep}}}'),
+        ("chat/completions", f'{{"max_tokens": 1, "messages": [{call_of_deep}]}}'),
+    ]:
+        status, answer = call(f"{server.url}/v1/{path}", body.encode())
+        assert status in (200, 400), answer
 
 
 @contextlib.contextmanager

@@ -59,6 +59,26 @@ def test_too_much(url: str, fields: dict, status: int, param: str | None, words:
     assert got == status and answer["error"]["param"] == param and words in answer["error"]["message"], answer
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": ["x", "x" * 2049]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 2049}]}, "messages"),
+        ("/v1/responses", {"input": "x" * 2049}, "input"),
+    ],
+)
+def test_a_text_that_cannot_fit_is_never_made_into_tokens(url: str, path: str, body: dict, param: str) -> None:
+    """256 tokens of at most 8 characters: "<memory>"."""
+    got, answer = call(url + path, body)
+    error = answer["error"]
+    assert got == 400 and error["param"] == param and error["code"] == "context_length_exceeded"
+    assert error["message"].startswith(f"{param} has 20") and "256 tokens, which hold at most 2048" in error["message"]
+
+
+def test_a_text_of_any_length_can_be_counted(url: str) -> None:
+    assert call(f"{url}/tokenize", {"prompt": "x" * 2049})[1]["count"] == 2049
+
+
 def test_full_queue_is_a_429_with_retry_after(server: ServerProcess, url: str) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     thread = threading.Thread(target=call, args=(f"{url}/v1/completions", SLOW | {"n": 128}))

@@ -1,7 +1,11 @@
 """`LLM` around the fake core: prompts in every form, n, errors, leaving early."""
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -10,8 +14,9 @@ from fake_core import CRASH, ERROR, FakeCore
 
 from mambalign.engine import LLM, ConfigError, SamplingParams
 from mambalign.engine.config import EngineConfig
-from mambalign.engine.errors import EngineError
+from mambalign.engine.errors import EngineDeadError, EngineError
 from mambalign.engine.local_client import LocalClient
+from mambalign.engine.messages import EngineOutput
 from mambalign.engine.request_factory import RequestFactory
 
 
@@ -54,8 +59,17 @@ def test_mistakes_name_the_field_and_leave_nothing_behind(llm: LLM) -> None:
     for prompts, params, words in [
         ("abc", SamplingParams(top_p=2), "top_p"),
         (["abc", []], SamplingParams(), "prompt"),
-        ([3.5], SamplingParams(), "prompts"),
+        ([3.5], SamplingParams(), r"prompts\[0\]"),
+        ([[100], [100, 1.5]], SamplingParams(), r"prompts\[1\]: token ids must be integers, got 1.5"),
+        ([[None]], SamplingParams(), "got None"),
+        ([True], SamplingParams(), "got True"),
+        (["a", "\ud800"], SamplingParams(), r"prompts\[1\]: is no Unicode text"),
+        ({"prompt": "abc"}, SamplingParams(), "prompts: .*got dict"),
+        (None, SamplingParams(), "prompts: .*got NoneType"),
+        (b"abc", SamplingParams(), "prompts: .*got bytes"),
         (["a", "b"], [SamplingParams()], "params: 1 for 2 prompts"),
+        ("a", {"max_tokens": 3}, "params: .*got dict"),
+        ("a", [None], r"params\[0\]: must be SamplingParams, got NoneType"),
     ]:
         with pytest.raises(ValueError, match=words):
             llm.generate(prompts, params)
@@ -63,8 +77,75 @@ def test_mistakes_name_the_field_and_leave_nothing_behind(llm: LLM) -> None:
     with pytest.raises(EngineError, match="told to fail"):
         llm.generate([[100], [ERROR]])
     llm.core.check()
+
+
+def test_prompts_and_params_may_be_generators(llm: LLM) -> None:
+    lengths = (SamplingParams(max_tokens=n) for n in (2, 3))
+    results = llm.generate((prompt for prompt in ("ab", "cd")), lengths)
+    assert [result.outputs[0].text for result in results] == ["ab", "cdc"]
+
+
+def test_a_failed_step_is_told_again_and_again(llm: LLM) -> None:
     with pytest.raises(RuntimeError, match="told to crash"):
         llm.generate([CRASH])
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match=r"failed in an earlier step .*told to crash"):
+            llm.generate("abc")
+
+
+def test_an_interrupt_waits_for_the_end_of_the_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, ends = llm.core.step, []
+
+    def interrupted_step() -> list[EngineOutput]:
+        if not ends:
+            os.kill(os.getpid(), signal.SIGINT)
+        outputs = step()
+        ends.append(len(outputs))
+        return outputs
+
+    monkeypatch.setattr(llm.core, "step", interrupted_step)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        llm.generate(["abc", "de"], SamplingParams(max_tokens=9))
+    assert ends == [2, 2], "the step, and the one that brings the endings of the aborted requests"
+    assert signal.getsignal(signal.SIGINT) is handler
+    llm.core.check()
+    assert llm.generate("abc", SamplingParams(max_tokens=3))[0].outputs[0].text == "abc"
+    del caught
+
+
+def test_a_second_interrupt_does_not_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hanging_step() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("not interrupted")
+
+    monkeypatch.setattr(llm.core, "step", hanging_step)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("abc")
+    with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+        llm.generate("abc")
+
+
+def test_threads_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: dict[str, str] = {}
+    step = llm.core.step
+
+    def step_beside_others() -> list[EngineOutput]:
+        time.sleep(0.001)  # the others run meanwhile
+        return step()
+
+    def complete(prompt: str) -> None:
+        texts[prompt] = llm.generate([prompt] * 4, SamplingParams(max_tokens=9))[3].outputs[0].text
+
+    monkeypatch.setattr(llm.core, "step", step_beside_others)
+
+    threads = [threading.Thread(target=complete, args=(prompt,)) for prompt in "abcdefgh"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {prompt: prompt * 9 for prompt in "abcdefgh"}
 
 
 def test_leaving_early_aborts(llm: LLM) -> None:

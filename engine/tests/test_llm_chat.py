@@ -33,7 +33,7 @@ def test_several_conversations_keep_their_order_and_params(llm: LLM) -> None:
     other = [{"role": "user", "content": "Read a file."}]
     alone = [llm.chat(talk, GREEDY)[0].outputs[0].text for talk in (TALK, other)]
     lengths = [GREEDY, SamplingParams(max_tokens=5, temperature=0)]
-    first, second = llm.chat([TALK, other], lengths)
+    first, second = llm.chat((talk for talk in (TALK, other)), (one for one in lengths))
     assert first.outputs[0].text == alone[0]
     assert len(second.outputs[0].token_ids) == 5 and alone[1].startswith(second.outputs[0].text)
     assert llm.chat([]) == []
@@ -61,6 +61,8 @@ def test_a_template_of_ones_own_and_its_variables(llm: LLM) -> None:
         ([[]], {}, "messages must hold at least one message"),
         ([{"content": "hi"}], {}, r"messages\[0\]: must be a dict with role and content"),
         (["hi"], {}, r"messages\[0\]"),
+        (TALK[0], {}, "messages: .*got dict"),
+        ([{"role": "user", "content": "\ud800"}], {}, "messages: is no Unicode text"),
         (TALK, {"continue_final_message": True}, "continue_final_message needs a final message of the assistant"),
         (START, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message and"),
         (TALK, {"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs.thinking is not used"),

@@ -138,7 +138,7 @@ def test_a_conversation_with_calls_goes_back(client: openai.OpenAI) -> None:
     first = client.responses.create(model="tiny", input=asked, tools=[F, G])
     turns = [
         {"role": "user", "content": "q"},
-        *[item.model_dump(by_alias=True) for item in first.output],
+        *[item.model_dump() for item in first.output],
         {"type": "function_call", "call_id": "2", "name": "g", "arguments": ""},
         {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "7"},
         {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "8"}]},

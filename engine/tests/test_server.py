@@ -3,6 +3,8 @@
 import http.client
 import json
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -261,6 +263,16 @@ def test_other_errors_have_the_same_shape(url: str) -> None:
     ]:
         got, answer = call(url + path, body)
         assert got == status and answer["error"]["message"], (path, body, answer)
+
+
+def test_a_wrong_method_is_told_the_right_one(url: str) -> None:
+    for path, method, allowed in [("/v1/completions", "PUT", "POST"), ("/health", "POST", "GET, HEAD")]:
+        request = urllib.request.Request(url + path, b"{}", method=method)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request)
+        answer = json.loads(refused.value.read())
+        assert refused.value.code == 405 and refused.value.headers["Allow"] == allowed
+        assert answer["error"]["message"] == f"{method} is not a method of this path: use {allowed}"
 
 
 def test_error_in_the_middle_of_a_stream(client: openai.OpenAI) -> None:

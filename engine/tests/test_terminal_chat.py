@@ -58,6 +58,24 @@ def test_raw_text(server: ServerProcess) -> None:
     assert done.stdout == "  ab  \n", "neither a template nor a history"
 
 
+def test_nobody_reads_the_answer(server: ServerProcess) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [*COMMAND, "--url", server.url]
+    done = subprocess.run(command, input=b"hi\n", stdout=writing, stderr=subprocess.PIPE, timeout=SECONDS)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_what_is_said_is_no_text(server: ServerProcess, locale: str) -> None:
+    environment = os.environ | {"LC_ALL": locale}
+    command = [*COMMAND, "--url", server.url]
+    done = subprocess.run(command, input=b"\xff\n", capture_output=True, env=environment, timeout=SECONDS)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr.startswith(b"chat: error: the input is no utf-8 text") and done.stderr.count(b"\n") == 1
+
+
 def test_no_server_here() -> None:
     done = talk("http://127.0.0.1:9", "hi\n")  # a port that nobody may listen on
     assert (done.returncode, done.stdout) == (1, "")

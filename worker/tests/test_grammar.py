@@ -73,6 +73,23 @@ def test_drafts_are_looked_through_and_taken_back(compiler: GrammarCompiler) -> 
     assert expected[-1] == {None}
 
 
+def test_a_choice_may_be_of_many_texts(compiler: GrammarCompiler) -> None:
+    texts = [f"{i}" for i in range(1, 20_000)]
+    masks = compiler.start(StructuredOutputs(choice=texts)).masks([], ids("1999"))
+    assert all(mask is not None for mask in masks)
+    assert allowed(masks[0]) == {*"123456789", "12"}, "nothing of them begins with 0"
+    assert allowed(masks[3]) == {None, *"0123456789", "12"}
+    assert allowed(masks[4]) == {None, *"0123456789"}, "five digits at most"
+
+
+def test_a_grammar_that_grows_too_large_says_so(compiler: GrammarCompiler) -> None:
+    lark = "start: " + " | ".join(f'"{i}"' for i in range(3000))
+    state = compiler.start(StructuredOutputs(grammar=lark))
+    assert allowed(state.masks([], [])[0]) and state.error is None
+    assert state.masks(ids("1"), []) == [None]
+    assert "Current row has" in state.error and "not allow" not in state.error
+
+
 def test_behind_a_draft_that_is_not_allowed_anything_goes(compiler: GrammarCompiler) -> None:
     state = compiler.start(StructuredOutputs(choice=["ab", "a2"]))
     masks = state.masks([], [*ids("a"), *ids("x"), *ids("2")])
@@ -126,6 +143,8 @@ def test_reasoning_is_free(close_is_special: bool, start: str, text: str) -> Non
         (StructuredOutputs(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
         (StructuredOutputs(grammar="start: nothing"), "nothing"),
         (StructuredOutputs(grammar="root ::= ("), "structured_outputs: "),
+        (StructuredOutputs(json="[" * 100_000), "structured_outputs: .*recursion"),
+        (StructuredOutputs(grammar="start: start"), "structured_outputs: .*NoExtension"),
     ],
 )
 def test_what_cannot_be_used_says_why(compiler: GrammarCompiler, wanted: StructuredOutputs, words: str) -> None:
