@@ -42,7 +42,7 @@ class GrammarCheck:
             raise ApiError(429, text, param=wanted.field, code="queue_full", kind="rate_limit_error") from None
         try:
             error = await self._try(key, wanted.field)
-        except BaseException:  # a client that has left: its answer would be taken for the next one's
+        except BaseException:  # such as a client that has left: its answer would be taken for the next one's
             await self.close()
             raise
         finally:
@@ -54,7 +54,7 @@ class GrammarCheck:
             self._known.popitem(last=False)
 
     async def _try(self, grammar: bytes, field: str) -> str | None:
-        """What is wrong with it."""
+        """What is wrong with it. Raises ApiError when that is not found out in time."""
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "mambalign.engine.server.grammar_process"),
@@ -67,7 +67,8 @@ class GrammarCheck:
             return msgspec.json.decode(answer, type=str | None)
         code = await self._process.wait()
         if code == -signal.SIGALRM:
-            return f"{field}: the grammar takes more than {self._vocabulary.seconds:g} s to compile: make it simpler"
+            text = f"{field}: the grammar takes more than {self._vocabulary.seconds:g} s to compile: make it simpler"
+            raise ApiError(400, text, param=field, code="grammar_too_slow")
         return f"{field}: the grammar cannot be used: its compiler ended with exit code {code}"
 
     async def close(self) -> None:
