@@ -15,7 +15,7 @@ from mambalign.engine.server.errors import ApiError, value_error
 from mambalign.engine.server.grammar_process import Vocabulary
 from mambalign.worker.sampling_params import StructuredOutputs
 
-COMPILE_SECONDS = 10.0
+COMPILE_SECONDS = 3.0  # as long may the engine stand still for one, then
 MAX_KNOWN = 1024
 
 
