@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -89,9 +90,12 @@ class Terminal:
 
     def __init__(self, command: list[str]):
         self._master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            command, env=os.environ | {"TERM": "dumb"}, preexec_fn=lambda: os.login_tty(slave)
-        )
+
+        def enter() -> None:
+            os.login_tty(slave)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests that a shell runs in the background ignore it
+
+        self.process = subprocess.Popen(command, env=os.environ | {"TERM": "dumb"}, preexec_fn=enter)
         os.close(slave)
         self.shown, self._seen = "", 0
         self._reader = threading.Thread(target=self._read, daemon=True)
