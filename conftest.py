@@ -16,6 +16,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # of pytest-xdist: the longest files first, so that its processes end together
+        items.sort(key=lambda item: not item.nodeid.startswith("e2e/"))
     if config.getoption("--all"):
         return
     for item in items:
