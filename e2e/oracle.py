@@ -8,7 +8,6 @@ either token passes and its comparison of that text ends there. Our engine is co
 import functools
 import importlib
 import inspect
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +63,6 @@ class Oracle:
 
     path: Path
     tally: Tally = field(default_factory=Tally)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
     _expected: dict[tuple[int, ...], Expected] = field(default_factory=dict)
     _sampled: dict[tuple[tuple[int, ...], int | None, int], Generation] = field(default_factory=dict)
     _sources: dict[str, list[int]] = field(default_factory=dict)
@@ -84,10 +82,9 @@ class Oracle:
     def expected(self, prompt: Sequence[int], num_tokens: int) -> Expected:
         """The continuation by `num_tokens` tokens. AssertionError when reference and transformers disagree."""
         key = tuple(prompt)
-        with self._lock:  # tests of servers ask from several threads
-            known = self._expected.get(key)
-            if known is None or len(known.token_ids) < num_tokens:
-                known = self._expected[key] = self._compute(list(prompt), num_tokens)
+        known = self._expected.get(key)
+        if known is None or len(known.token_ids) < num_tokens:
+            known = self._expected[key] = self._compute(list(prompt), num_tokens)
         return known.cut(num_tokens)
 
     def _compute(self, prompt: list[int], num_tokens: int) -> Expected:

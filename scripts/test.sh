@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs what is missing, then lints and runs the tests: scripts/test.sh [--all] [pytest arguments].
 # --all also runs the slow cells of the suites. The dashboard's tests need a browser: as root on Debian, Chromium is
-# installed for them; elsewhere they are skipped where there is none.
+# installed for them; elsewhere they are skipped where there is none. Files of tests run side by side, one a core (one
+# after the other on a GPU, whose memory they would share); -n 0 among the arguments: in this process, for a debugger.
 set -uo pipefail
 EXTRAS='[test]'
 . "$(dirname "${BASH_SOURCE[0]}")/install.sh"
@@ -22,4 +23,5 @@ install_browser() {
 
 install_browser
 "$PYTHON" -m ruff check . || exit 1
-exec "$PYTHON" -m pytest "$@"
+has_cuda && at_once=0 || at_once=auto
+exec "$PYTHON" -m pytest --numprocesses "$at_once" --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"

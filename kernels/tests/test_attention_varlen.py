@@ -4,6 +4,8 @@ Free slots and blocks hold NaN. Each step has an inert row and padding tokens. T
 else through the interpreter on smaller tiles and texts.
 """
 
+import copy
+import itertools
 import os
 import random
 import subprocess
@@ -305,15 +307,15 @@ def test_kernel_bits(device: str, shape: Shape, dtype: torch.dtype) -> None:
     most_rows = attention_triton.MOST_SPLIT_ROWS[dtype.itemsize] if ON_GPU else 16
     most = most_rows // (shape.num_heads // shape.kv_heads)  # queries whose splits run side by side
     for length, want in zip(lengths, whole, strict=True):
-        for by_split in (True, False):
-            for cuts in ([length, 1], [length, min(3, most)], [length * 3 // 4, most], [length, most // 2]):
-                cache = triton_cache(shape, False, dtype, device, seed=1)
-                text = Text(shape, length + 4, seed=length)
-                cache.step([text], [max(1, cuts[0])])
+        for first, later in ((length, (1, min(3, most), most // 2)), (max(1, length * 3 // 4), (most,))):
+            begun = triton_cache(shape, False, dtype, device, seed=1), Text(shape, length + 4, seed=length)
+            begun[0].step([begun[1]], [first])
+            for num_queries, by_split in itertools.product(later, (True, False)):
+                cache, text = copy.deepcopy(begun)
                 cache.slack, cache.attend = 0, partial(launch_attention, by_split=by_split, **TILES)
                 while text.num_computed < len(text):
-                    cache.step([text], [min(cuts[1], len(text) - text.num_computed)])
-                assert torch.equal(text.output, want), (length, by_split, cuts)
+                    cache.step([text], [min(num_queries, len(text) - text.num_computed)])
+                assert torch.equal(text.output, want), (length, by_split, first, num_queries)
     cache = triton_cache(shape, None, dtype, device, seed=2)
     texts = [Text(shape, n + 4, seed=n) for n in lengths]
     cache.step(texts, lengths)
