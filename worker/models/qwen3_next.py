@@ -131,6 +131,8 @@ class Qwen3NextConfig:
             parsed = cls(**{**given, **derived})
             _ = parsed.routing  # may raise
             return parsed
+        except CheckpointError:
+            raise
         except KeyError as error:
             raise CheckpointError(f"config.json lacks {error.args[0]}") from error
         except (TypeError, ValueError) as error:
