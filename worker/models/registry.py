@@ -8,13 +8,13 @@ import torch
 from mambalign.kernels.linear import check_linear_invariance
 from mambalign.worker.cpu import keep_freed_memory
 from mambalign.worker.models.bamba import Bamba
+from mambalign.worker.models.checkpoint_files import TEXT_CONFIGS
 from mambalign.worker.models.falcon_h1 import FalconH1
 from mambalign.worker.models.granite_hybrid import GraniteHybrid
 from mambalign.worker.models.hybrid import HybridConfig, HybridModel
 from mambalign.worker.models.lfm2 import Lfm2
 from mambalign.worker.models.lfm2_moe import Lfm2Moe
 from mambalign.worker.models.loader import (
-    TEXT_CONFIGS,
     CheckpointError,
     DummyWeights,
     Weights,
