@@ -143,7 +143,12 @@ class Weights:
         tensor = tensor.to(self.device)
         if is_fp8:
             self._left.discard(name + SCALE_SUFFIX)
-            tensor = dequantize(tensor, self._read(name + SCALE_SUFFIX).to(self.device), self.fp8_block)
+            scale = self._read(name + SCALE_SUFFIX).to(self.device)
+            blocks = [-(-size // each) for size, each in zip(shape[-2:], self.fp8_block, strict=True)]
+            if list(scale.shape) != [*shape[:-2], *blocks]:
+                self._misshaped.append(f"{name + SCALE_SUFFIX}: {list(scale.shape)} in the file")
+                return self._stand_in(shape, dtype)
+            tensor = dequantize(tensor, scale, self.fp8_block)
         tensor = tensor.to(dtype)
         if not tensor.isfinite().all():
             self._not_finite.append(name)

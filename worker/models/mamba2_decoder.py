@@ -222,4 +222,7 @@ class Mamba2Decoder(HybridModel):
 
 def _number(value: Any) -> float:
     """A number of a config.json, where infinity may be written as {"__float__": "Infinity"}."""
-    return float(value["__float__"] if isinstance(value, dict) else value)
+    try:
+        return float(value["__float__"] if isinstance(value, dict) else value)
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json: {value!r} is no number") from error

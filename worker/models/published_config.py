@@ -7,13 +7,21 @@ from typing import Any, get_type_hints
 
 from mambalign.worker.models.loader import CheckpointError
 
+READ_FIRST = {  # fields that decide how others are read
+    "hidden_size": int, "num_attention_heads": int, "num_hidden_layers": int, "n_mamba_heads": int,
+    "mamba_expand": float,
+}  # fmt: skip
+LISTS = (
+    "attn_layer_indices", "full_attn_idxs", "layer_types", "layers_block_type", "mlp_multipliers", "mlp_only_layers",
+    "mtp_layers_block_type", "ssm_multipliers", "time_step_limit",
+)  # fmt: skip
 LEFT_OUT = (None, "auto")
 DIVISORS = frozenset({  # sizes that others are divided by
     "head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "mamba_num_heads",
-    "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "n_group", "topk_group", "mamba_n_heads",
-    "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "block_multiple_of", "linear_num_key_heads",
-    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
-    "decoder_sparse_step", "max_position_embeddings",
+    "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "n_group", "num_hidden_layers", "n_mamba_heads",
+    "topk_group", "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv",
+    "block_multiple_of", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_conv_kernel_dim", "decoder_sparse_step", "max_position_embeddings",
 })  # fmt: skip
 
 
@@ -31,6 +39,16 @@ def published_fields(owner: type, config: Mapping[str, Any]) -> dict[str, Any]:
     if eos is not None:
         given["eos_token_id"] = tuple(eos) if isinstance(eos, list) else (eos,)
     return given
+
+
+def check_kinds(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where fields that readers count with or go through, before others, are of another kind."""
+    for name, kind in READ_FIRST.items():
+        if config.get(name) is not None:
+            _check_number(name, config[name], kind)
+    for name in LISTS:
+        if not isinstance(config.get(name) or [], list):
+            raise CheckpointError(f"config.json: {name} = {config[name]!r}; served: lists")
 
 
 def _check_number(name: str, value: Any, kind: Any) -> None:

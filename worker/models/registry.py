@@ -22,6 +22,7 @@ from mambalign.worker.models.loader import (
     read_config,
 )
 from mambalign.worker.models.nemotron_h import NemotronH
+from mambalign.worker.models.published_config import check_kinds
 from mambalign.worker.models.qwen3_5 import Qwen35, Qwen35Moe
 from mambalign.worker.models.qwen3_next import Qwen3Next
 from mambalign.worker.models.zamba2 import Zamba2
@@ -64,6 +65,8 @@ def family_of(path: str | Path) -> tuple[type[HybridModel], HybridConfig]:
             f"{folder} is a {config.get('model_type')!r} model; families served: {', '.join(sorted(FAMILIES))}"
         )
     fp8_block_of(read_config(folder), folder)
+    config = {name: value for name, value in config.items() if value is not None}  # a null says nothing
+    check_kinds(config.get("text_config") or config)
     return family, family.Config.from_json(config)
 
 
