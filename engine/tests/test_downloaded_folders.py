@@ -1,6 +1,7 @@
 """Folders as people have them after a download: served, with what their files say, however they say it."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +127,18 @@ def test_the_stored_dtype_is_what_either_file_says(folder: Path, dtype: str) -> 
     for each in (config, config | {"dtype": "auto"}, outer):
         path.write_text(json.dumps(each))
         assert read_facts(None, folder).dtype == dtype
+
+
+def test_a_length_that_does_not_fit_is_refused_with_the_longest_that_does(folder: Path) -> None:
+    edit_json(folder / "config.json", max_position_embeddings=1 << 20)
+    options = {"spec_tokens": 3, "mamba_cache_mode": "align", "cache_memory": 64 << 20, "device": "cpu"}
+    with pytest.raises(ConfigError) as error:
+        LLM(str(folder), **options)
+    fitting = int(re.search(r"use --max-model-len (\d+) or more --cache-memory$", str(error.value))[1])
+    with pytest.raises(ConfigError, match=f"use --max-model-len {fitting} or more"):
+        LLM(str(folder), max_model_len=fitting + 1, **options)
+    with LLM(str(folder), max_model_len=fitting, **options) as llm:
+        assert llm.core.max_model_len == fitting
 
 
 def test_templates_of_a_name_that_no_conversation_takes_are_none(folder: Path) -> None:

@@ -67,7 +67,12 @@ def family_of(path: str | Path) -> tuple[type[HybridModel], HybridConfig]:
     fp8_block_of(read_config(folder), folder)
     config = {name: value for name, value in config.items() if value is not None}  # a null says nothing
     check_kinds(config.get("text_config") or config)
-    return family, family.Config.from_json(config)
+    parsed = family.Config.from_json(config)
+    attention = parsed.attention_specs(torch.float32, with_drafter=False)
+    states = parsed.state_specs(torch.float32, torch.float32, with_drafter=False)
+    if not attention or not states:
+        raise CheckpointError("config.json: all layers with a mixer are of one kind; hybrid models are served")
+    return family, parsed
 
 
 def _text_part(config: dict[str, Any]) -> tuple[dict[str, Any], str]:

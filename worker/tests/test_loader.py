@@ -86,6 +86,8 @@ def test_a_head_that_the_checkpoint_lacks_is_none(small: Path) -> None:
         ({"layers_block_type": ["moe"], "moe_intermediate_size": 0}, "layers of experts and no moe_intermediate_size"),
         ({"layers_block_type": ["moe"], "num_experts_per_tok": 9}, "9 experts a token of 8"),
         ({"layers_block_type": ["rwkv"]}, "unknown layer kind.*rwkv"),
+        ({"layers_block_type": ["mamba", "mlp"]}, "all layers with a mixer are of one kind"),
+        ({"layers_block_type": ["attention", "mlp"]}, "all layers with a mixer are of one kind"),
         ({"sliding_window": 128}, "sliding_window = 128"),
         ({"mlp_hidden_act": "gelu"}, "mlp_hidden_act = 'gelu'; served: "),
         ({"hidden_size": None}, "hidden_size"),
