@@ -184,7 +184,9 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
         return tokenizer
     except Exception as error:
         reason = " ".join(str(error).split())
-        if not (path / "tokenizer.json").exists():
+        if "trust_remote_code" in reason:
+            reason = "it is code of the checkpoint's own, which is not run"
+        elif not (path / "tokenizer.json").exists():
             reason = f"there is no tokenizer.json; {reason}"
         raise ConfigError(f"model {str(path)!r}: cannot load its tokenizer ({reason})") from error
 

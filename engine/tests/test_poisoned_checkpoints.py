@@ -143,7 +143,7 @@ POISONS: dict[str, tuple[Callable[[Path], None], str]] = {
     "weights that never come": (fifo(WEIGHTS), "holds neither"),
     "tokenizer that never comes": (fifo("tokenizer.json"), "tokenizer.json is no plain file"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "(there is no tokenizer.json; "),
-    "tokenizer of its own code": (tokenizer_of_its_own_code, "contains custom code"),
+    "tokenizer of its own code": (tokenizer_of_its_own_code, "code of the checkpoint's own, which is not run"),
     "tokenizer of garbage": (with_text("tokenizer.json", "\x00" * 50), "cannot load its tokenizer"),
     "tokenizer settings of garbage": (with_text("tokenizer_config.json", "[]"), "cannot load its tokenizer"),
 }
@@ -161,6 +161,12 @@ def test_a_poisoned_checkpoint_is_refused_in_words(folder: Path, name: str) -> N
     with pytest.raises(ConfigError) as error:
         LLM(str(folder), cache_memory=64 << 20, max_model_len=256)
     assert words in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
+def test_weights_that_the_model_never_came_to_are_not_called_unexpected(folder: Path) -> None:
+    with_config(vocab_size=10**12)(folder)
+    with pytest.raises(ConfigError, match=r"1 of the wrong shape: backbone\.embeddings\.weight: [^;]*$"):
+        LLM(str(folder), cache_memory=64 << 20, max_model_len=256)
 
 
 def test_the_server_says_it_in_its_last_line(folder: Path) -> None:

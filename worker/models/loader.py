@@ -156,6 +156,7 @@ class Weights:
 
     def _stand_in(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if not all(isinstance(n, int) and n >= 0 for n in shape) or math.prod(shape) > MAX_STAND_IN:
+            self._left.clear()  # the model has not come to them
             self.finish()
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
