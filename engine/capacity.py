@@ -53,9 +53,13 @@ def plan_pools(
     min_kv = cdiv(max_model_len + steps_ahead * num_spec_tokens + num_lookahead_tokens, kv_block_tokens)
     needed = (min_states + 1) * state_bytes + (min_kv + 1) * kv_block_bytes
     if cache_memory < needed:
+        fitting_kv = (cache_memory - (min_states + 1) * state_bytes) // kv_block_bytes - 1
+        fitting_len = fitting_kv * kv_block_tokens - steps_ahead * num_spec_tokens - num_lookahead_tokens
+        remedy = f"use --max-model-len {fitting_len} or more --cache-memory" if fitting_len > 0 else "use more of it"
         raise ConfigError(
             f"--cache-memory {cache_memory}: one request of --max-model-len {max_model_len} tokens needs {needed} "
-            f"bytes ({min_states} states of {state_bytes}, {min_kv} KV blocks of {kv_block_bytes}, two null blocks)"
+            f"bytes ({min_states} states of {state_bytes}, {min_kv} KV blocks of {kv_block_bytes}, two null blocks); "
+            f"{remedy}"
         )
     usable = cache_memory - state_bytes - kv_block_bytes
     if mamba_fraction is None:

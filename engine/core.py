@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,8 +20,12 @@ from mambalign.engine.resolution import resolve
 from mambalign.engine.scheduler import Scheduler
 from mambalign.worker.batch import RunnerOutput, SchedulerOutput
 from mambalign.worker.grammar import GrammarCompiler
+from mambalign.worker.models.hybrid import HybridModel
 from mambalign.worker.models.registry import load_model
 from mambalign.worker.runner_v2 import PendingStep
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +48,12 @@ def empty_device_cache() -> None:
 def cuda_capability(device: str) -> tuple[int, int] | None:
     """Compute capability of the GPU that `--device` may be; None without one. Asked of no GPU that is not wanted."""
     return torch.cuda.get_device_capability() if device != "cpu" and torch.cuda.is_available() else None
+
+
+def ending_tokens(model: HybridModel, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Tokens that end a text: the checkpoint's configuration names them, else its tokenizer does, if it has one."""
+    named = model.eos_token_ids or (tokenizer.eos_token_id,)
+    return [token_id for token_id in named if token_id is not None and token_id < model.vocab_size]
 
 
 class EngineCore:
@@ -76,7 +87,7 @@ class EngineCore:
             say("measuring memory, compiling kernels")
             plan.measure(self.model)
         self.vocab_size: int = self.model.vocab_size
-        self.eos_token_ids: list[int] = list(self.model.eos_token_ids)
+        self.eos_token_ids: list[int] = ending_tokens(self.model, self.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer.backend_tokenizer, self.vocab_size, self.eos_token_ids)
         if on_cuda and not self.config.runner.enforce_eager:
             say("capturing CUDA graphs")

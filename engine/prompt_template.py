@@ -31,6 +31,8 @@ class PromptTemplate:
         self._tokenizer = tokenizer
         own = text or tokenizer.chat_template or ""
         self._texts: dict[str, str] = own if isinstance(own, dict) else {"default": own}
+        if not all(isinstance(each, str) for each in self._texts.values()):
+            raise ConfigError("the chat template cannot be read: it is no text")
         reserved = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = {"messages", "strftime_now", "raise_exception", *reserved} - {"kwargs"}
         for each in self._texts.values():
@@ -42,7 +44,7 @@ class PromptTemplate:
                 pass  # it refuses this conversation, in its own words
 
     def __bool__(self) -> bool:
-        return any(self._texts.values())
+        return bool(self.text_for(None))
 
     @property
     def every_text(self) -> str:

@@ -188,19 +188,23 @@ def test_facts_of_a_nested_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "names", "num_layers"),
+    ("model_type", "said", "names", "num_layers"),
     [
-        (None, ["model.norm.weight", "mtp.layers.0.norm.weight", "mtp.fc.weight"], 1),
-        (2, ["mtp.layers.0.norm.weight"], 2),
-        (1, ["model.norm.weight"], 0),
-        (1, [], 1),
-        (None, [], 0),
+        ("qwen3_next", None, ["model.norm.weight", "mtp.layers.0.norm.weight", "mtp.fc.weight"], 1),
+        ("qwen3_5_text", 0, ["mtp.layers.0.norm.weight"], 0),
+        ("nemotron_h", 2, ["mtp.layers.0.norm.weight"], 2),
+        ("nemotron_h", 1, ["language_model.mtp.layers.0.norm.weight"], 1),
+        ("nemotron_h", 1, ["model.norm.weight"], 0),
+        ("nemotron_h", None, ["mtp.layers.0.norm.weight"], 0),
+        ("nemotron_h", 1, [], 1),
+        ("nemotron_h", None, [], 0),
     ],
 )
 def test_the_names_of_the_weights_tell_whether_there_is_a_head(
-    tmp_path: Path, said: int | None, names: list[str], num_layers: int
+    tmp_path: Path, model_type: str, said: int | None, names: list[str], num_layers: int
 ) -> None:
-    config = {"vocab_size": 8, "max_position_embeddings": 64, "num_nextn_predict_layers": said}
+    field = "mtp_num_hidden_layers" if model_type == "qwen3_5_text" else "num_nextn_predict_layers"
+    config = {"model_type": model_type, "vocab_size": 8, "max_position_embeddings": 64, field: said}
     (tmp_path / "config.json").write_text(json.dumps(config))
     if names:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "a")}))

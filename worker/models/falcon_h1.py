@@ -56,7 +56,9 @@ class FalconH1Config(Mamba2DecoderConfig):
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "FalconH1Config":
         """Read a published config.json. Raises CheckpointError for what cannot be served, naming the field."""
-        lists = {name: tuple(config[name]) for name in ("mlp_multipliers", "ssm_multipliers") if config.get(name)}
+        lists = {
+            name: tuple(config[name]) for name in ("mlp_multipliers", "ssm_multipliers") if config.get(name) is not None
+        }
         for name, values in lists.items():
             if len(values) != len(getattr(cls, name)):
                 raise CheckpointError(f"config.json: {name} = {values}; served: {len(getattr(cls, name))} of them")

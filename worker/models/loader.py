@@ -14,15 +14,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-CONFIG_FILE = "config.json"
-GENERATION_FILE = "generation_config.json"
-TEXT_CONFIGS = ("text_config", "llm_config")  # fields of a multimodal model's config that describe its text part
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+from mambalign.worker.models.checkpoint_files import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    TEXT_CONFIGS,
+    check_content,
+)
+
+DERIVED_SUFFIX = ".rotary_emb.inv_freq"  # of what older checkpoints hold and config.json says as well
 SCALE_SUFFIX = "_scale_inv"  # after the name of an fp8 weight: what each of its blocks is multiplied by
+QUANTIZATION_FIELDS = ("quantization_config", "compression_config")  # the second is an older name
 QUANTIZED_FILE = "hf_quant_config.json"  # of checkpoints whose config.json does not say that they are quantised
 READABLE = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn))
 MAX_STAND_IN = 1 << 32  # elements of a tensor that stands in for one that is not there
+SHARDS = "model-*-of-*.safetensors"
+OTHER_FORMATS = ("*.safetensors", "*.gguf")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -89,9 +97,14 @@ class Weights:
         prefix: str = "",
     ):
         self.folder, self.dtype, self.device, self.fp8_block, self.prefix = folder, dtype, device, fp8_block, prefix
-        files = _weight_files(folder).items()
-        self._file_of = {name.removeprefix(prefix): file for name, file in files if name.startswith(prefix)}
-        self._open_files: dict[str, safe_open] = {}
+        file_of = _weight_files(folder)
+        self._open_files = {file: _open(folder / file) for file in sorted({*file_of.values()})}
+        self._file_of = {
+            name.removeprefix(prefix): file
+            for name, file in file_of.items()
+            if name.startswith(prefix) and not name.endswith(DERIVED_SUFFIX)
+        }
+        self._check_shards()
         self._left = set(self._file_of)
         self._missing: list[str] = []
         self._misshaped: list[str] = []
@@ -130,7 +143,12 @@ class Weights:
         tensor = tensor.to(self.device)
         if is_fp8:
             self._left.discard(name + SCALE_SUFFIX)
-            tensor = dequantize(tensor, self._read(name + SCALE_SUFFIX).to(self.device), self.fp8_block)
+            scale = self._read(name + SCALE_SUFFIX).to(self.device)
+            blocks = [-(-size // each) for size, each in zip(shape[-2:], self.fp8_block, strict=True)]
+            if list(scale.shape) != [*shape[:-2], *blocks]:
+                self._misshaped.append(f"{name + SCALE_SUFFIX}: {list(scale.shape)} in the file")
+                return self._stand_in(shape, dtype)
+            tensor = dequantize(tensor, scale, self.fp8_block)
         tensor = tensor.to(dtype)
         if not tensor.isfinite().all():
             self._not_finite.append(name)
@@ -138,6 +156,7 @@ class Weights:
 
     def _stand_in(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if not all(isinstance(n, int) and n >= 0 for n in shape) or math.prod(shape) > MAX_STAND_IN:
+            self._left.clear()  # the model has not come to them
             self.finish()
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
@@ -163,12 +182,16 @@ class Weights:
 
     def _read(self, name: str) -> torch.Tensor:
         self._progress.update()
-        return self._file(self._file_of[name]).get_tensor(self.prefix + name)
+        return self._open_files[self._file_of[name]].get_tensor(self.prefix + name)
 
-    def _file(self, name: str):
-        if name not in self._open_files:
-            self._open_files[name] = _open(self.folder / name)
-        return self._open_files[name]
+    def _check_shards(self) -> None:
+        """Raise CheckpointError where the index promises what a shard does not hold."""
+        held = {file: set(shard.keys()) for file, shard in self._open_files.items()}
+        lost = [self.prefix + name for name, file in self._file_of.items() if self.prefix + name not in held[file]]
+        if lost:
+            raise CheckpointError(
+                f"{self.folder}: {len(lost)} weights are not where {INDEX_FILE} says that they are: {_some(lost)}"
+            )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -178,17 +201,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"{folder} holds no {CONFIG_FILE}")
     config = _read_json(folder / CONFIG_FILE)
-    if (folder / GENERATION_FILE).is_file():
-        ends = _ids(_read_json(folder / GENERATION_FILE).get("eos_token_id"))
-        for part in (config, *(config.get(name) for name in TEXT_CONFIGS)):
-            if ends and part:
-                part["eos_token_id"] = list(dict.fromkeys(_ids(part.get("eos_token_id")) + ends))
+    ends = _ending_tokens(_read_json(folder / GENERATION_FILE)) if (folder / GENERATION_FILE).is_file() else []
+    for part in (config, *(config.get(name) for name in TEXT_CONFIGS)):
+        if part and (every := list(dict.fromkeys(_ending_tokens(part) + ends))):
+            part["eos_token_id"] = every
     return config
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
+        check_content(path)
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -196,8 +221,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _ids(value: int | list[int] | None) -> list[int]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+def _ending_tokens(config: dict[str, Any]) -> list[int]:
+    """`eos_token_id`: one token id, several or none. Raises CheckpointError for what is none."""
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(each) is int and each >= 0 for each in ids):
+        raise CheckpointError(f"eos_token_id = {value!r} in a configuration; served: token ids")
+    return ids
 
 
 def fp8_block_of(config: dict[str, Any], folder: Path) -> tuple[int, int] | None:
@@ -206,15 +236,18 @@ def fp8_block_of(config: dict[str, Any], folder: Path) -> tuple[int, int] | None
     config: its config.json. Raises CheckpointError for every other quantisation, naming it.
     """
     parts = [config, *(config.get(name) or {} for name in TEXT_CONFIGS)]
-    found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+    found = next((part[name] for part in parts for name in QUANTIZATION_FIELDS if part.get(name)), None)
     if not found and (folder / QUANTIZED_FILE).is_file():
         found = _read_json(folder / QUANTIZED_FILE).get("quantization")
     if not found:
         return None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{folder} is quantised ({found}); a quantisation is described by an object")
     block = found.get("weight_block_size")
     if found.get("quant_method") == "fp8" and block and found.get("fmt", "e4m3") == "e4m3":
-        rows, columns = block
-        return rows, columns
+        if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+            raise CheckpointError(f"config.json: weight_block_size = {block!r}; served: two positive numbers")
+        return block[0], block[1]
     named = [str(found[key]) for key in ("quant_method", "quant_algo", "format", "fmt", "bits") if found.get(key)]
     raise CheckpointError(
         f"{folder} is quantised ({', '.join(named) or 'in an unknown way'}); served: weights that are not, and fp8 "
@@ -247,17 +280,35 @@ def _weight_files(folder: Path) -> dict[str, str]:
         return file_of
     if (folder / SINGLE_FILE).is_file():
         return dict.fromkeys(_open(folder / SINGLE_FILE).keys(), SINGLE_FILE)
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    raise CheckpointError(_why_no_weights(folder))
+
+
+def _why_no_weights(folder: Path) -> str:
+    """Of a folder without an index and without a single file: what it holds instead."""
+    if (folder / SINGLE_FILE).is_symlink():
+        return f"{folder}: {SINGLE_FILE} is a link to a file that is not there"
+    shards = _found(folder, SHARDS)
+    if shards:
+        return f"{folder} holds shards ({_some(shards)}) and no {INDEX_FILE}, which tells what is in which"
+    others = _found(folder, *OTHER_FORMATS)
+    if others:
+        return f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; what is there is not served: {_some(others)}"
+    pickles = _found(folder, *PICKLES)
     if pickles:
-        raise CheckpointError(
+        return (
             f"{folder} holds pickled weights only ({_some(pickles)}); loading those can run code and is refused. "
             f"Convert them to {SINGLE_FILE}"
         )
-    raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    return f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
+
+
+def _found(folder: Path, *patterns: str) -> list[str]:
+    return sorted(path.name for pattern in patterns for path in folder.glob(pattern))
 
 
 def _open(path: Path):
     try:
+        check_content(path)
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error

@@ -68,8 +68,8 @@ class Mamba2DecoderConfig:
         try:
             heads = config.get("num_attention_heads", cls.num_attention_heads)
             given["num_key_value_heads"] = config.get("num_key_value_heads", cls.num_key_value_heads) or heads
-            given["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
-            width = mamba_width or config.get("mamba_expand", 2) * config["hidden_size"]
+            given["head_dim"] = config.get("head_dim") or given["hidden_size"] // heads
+            width = mamba_width or config.get("mamba_expand", 2) * given["hidden_size"]
             if config.get("mamba_d_head", "auto") in ("auto", None):
                 given["mamba_d_head"] = width // config.get("mamba_n_heads", cls.mamba_n_heads)
             parsed = cls(**{**given, **derived, "layers": tuple(layers)})
@@ -222,4 +222,7 @@ class Mamba2Decoder(HybridModel):
 
 def _number(value: Any) -> float:
     """A number of a config.json, where infinity may be written as {"__float__": "Infinity"}."""
-    return float(value["__float__"] if isinstance(value, dict) else value)
+    try:
+        return float(value["__float__"] if isinstance(value, dict) else value)
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json: {value!r} is no number") from error

@@ -130,7 +130,14 @@ class Qwen3NextConfig:
             given["rotary"] = RotaryConfig.from_json(config, given["head_dim"], positions, ROTATED)
             parsed = cls(**{**given, **derived})
             _ = parsed.routing  # may raise
+            if parsed.linear_num_value_heads % parsed.linear_num_key_heads:
+                raise ValueError(
+                    f"linear_num_value_heads = {parsed.linear_num_value_heads}; served: multiples of "
+                    f"linear_num_key_heads = {parsed.linear_num_key_heads}"
+                )
             return parsed
+        except CheckpointError:
+            raise
         except KeyError as error:
             raise CheckpointError(f"config.json lacks {error.args[0]}") from error
         except (TypeError, ValueError) as error:

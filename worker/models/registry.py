@@ -8,13 +8,13 @@ import torch
 from mambalign.kernels.linear import check_linear_invariance
 from mambalign.worker.cpu import keep_freed_memory
 from mambalign.worker.models.bamba import Bamba
+from mambalign.worker.models.checkpoint_files import TEXT_CONFIGS
 from mambalign.worker.models.falcon_h1 import FalconH1
 from mambalign.worker.models.granite_hybrid import GraniteHybrid
 from mambalign.worker.models.hybrid import HybridConfig, HybridModel
 from mambalign.worker.models.lfm2 import Lfm2
 from mambalign.worker.models.lfm2_moe import Lfm2Moe
 from mambalign.worker.models.loader import (
-    TEXT_CONFIGS,
     CheckpointError,
     DummyWeights,
     Weights,
@@ -22,6 +22,7 @@ from mambalign.worker.models.loader import (
     read_config,
 )
 from mambalign.worker.models.nemotron_h import NemotronH
+from mambalign.worker.models.published_config import check_kinds
 from mambalign.worker.models.qwen3_5 import Qwen35, Qwen35Moe
 from mambalign.worker.models.qwen3_next import Qwen3Next
 from mambalign.worker.models.zamba2 import Zamba2
@@ -64,7 +65,14 @@ def family_of(path: str | Path) -> tuple[type[HybridModel], HybridConfig]:
             f"{folder} is a {config.get('model_type')!r} model; families served: {', '.join(sorted(FAMILIES))}"
         )
     fp8_block_of(read_config(folder), folder)
-    return family, family.Config.from_json(config)
+    config = {name: value for name, value in config.items() if value is not None}  # a null says nothing
+    check_kinds(config.get("text_config") or config)
+    parsed = family.Config.from_json(config)
+    attention = parsed.attention_specs(torch.float32, with_drafter=False)
+    states = parsed.state_specs(torch.float32, torch.float32, with_drafter=False)
+    if not attention or not states:
+        raise CheckpointError("config.json: all layers with a mixer are of one kind; hybrid models are served")
+    return family, parsed
 
 
 def _text_part(config: dict[str, Any]) -> tuple[dict[str, Any], str]:

@@ -47,7 +47,10 @@ class RotaryConfig:
         old = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
         given: dict[str, Any] = {}
         for part in (old, config.get("rope_scaling"), config.get("rope_parameters")):
-            given |= {name: value for name, value in (part or {}).items() if value is not None}
+            part = part or {}
+            if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
+                raise CheckpointError(f"config.json: rotary positions by {part}; served: the same for all layers")
+            given |= {name: value for name, value in part.items() if value is not None}
         kind = given.get("rope_type", given.get("type", "default"))
         if kind not in _FREQUENCIES:
             raise CheckpointError(f"config.json: rope_type = {kind!r}; served: {', '.join(_FREQUENCIES)}")
@@ -59,6 +62,9 @@ class RotaryConfig:
         for name in needed.get(kind, ()):
             if name not in given:
                 raise CheckpointError(f"config.json: rope_type = {kind!r} without {name}")
+        for name in ("rope_theta", "factor", "original_max_position_embeddings"):
+            if name in given and not (type(given[name]) in (int, float) and given[name] > 0):
+                raise CheckpointError(f"config.json: {name} = {given[name]!r}; served: positive numbers")
         own = ("factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
         own += ("low_freq_factor", "high_freq_factor")
         return cls(

@@ -76,6 +76,7 @@ def test_the_published_model_has_its_number_of_parameters() -> None:
     [
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"time_step_limit": [0.01, 0.1]}, "time_step_limit"),
+        ({"time_step_limit": ["x", 1.0]}, "'x' is no number"),
         ({"attn_layer_indices": [40]}, "attn_layer_indices"),
         ({"attn_layer_indices": []}, "no layer of attention among 32"),
         ({"mamba_n_heads": 5}, "mamba_n_heads"),

@@ -101,6 +101,7 @@ def test_published_models_have_their_numbers_of_parameters() -> None:
         ({"attention_out_multiplier": 0.0}, "attention_out_multiplier = 0.0"),
         ({"ssm_multipliers": [1.0, 1.0, -1.0, 1.0, 1.0]}, "ssm_multipliers"),
         ({"ssm_multipliers": [1.0, 1.0]}, "ssm_multipliers"),
+        ({"mlp_multipliers": []}, r"mlp_multipliers = \(\); served: 2 of them"),
         ({"mamba_d_ssm": 1000}, "mamba_n_heads 24 x mamba_d_head 64 is not 1000"),
         ({"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_type = 'linear' without factor"),

@@ -86,9 +86,14 @@ def test_a_head_that_the_checkpoint_lacks_is_none(small: Path) -> None:
         ({"layers_block_type": ["moe"], "moe_intermediate_size": 0}, "layers of experts and no moe_intermediate_size"),
         ({"layers_block_type": ["moe"], "num_experts_per_tok": 9}, "9 experts a token of 8"),
         ({"layers_block_type": ["rwkv"]}, "unknown layer kind.*rwkv"),
+        ({"layers_block_type": ["mamba", "mlp"]}, "all layers with a mixer are of one kind"),
+        ({"layers_block_type": ["attention", "mlp"]}, "all layers with a mixer are of one kind"),
         ({"sliding_window": 128}, "sliding_window = 128"),
         ({"mlp_hidden_act": "gelu"}, "mlp_hidden_act = 'gelu'; served: "),
         ({"hidden_size": None}, "hidden_size"),
+        ({"layers_block_type": 5}, "layers_block_type = 5; served: lists"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers = '4'; served: whole numbers"),
+        ({"mamba_expand": "2"}, "mamba_expand = '2'; served: numbers"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(small: Path, changes: dict, text: str) -> None:
@@ -135,6 +140,9 @@ def test_fp8_weights_with_block_scales_become_plain_ones(tmp_path: Path) -> None
     save_file(packed, folder / "model.safetensors")
     edit_config(folder, quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)})
     assert torch.equal(run_whole(load(folder), list(range(3, 20))), whole)
+    edit_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [8, 32]})
+    with pytest.raises(CheckpointError, match=r"of the wrong shape: backbone\.\S+_scale_inv: \["):
+        load(folder)
 
 
 @pytest.mark.parametrize(

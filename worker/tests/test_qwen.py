@@ -292,6 +292,7 @@ def test_a_head_that_the_checkpoint_lacks_is_none(small: Path) -> None:
         ({"mtp_num_hidden_layers": 2}, "2 MTP layers; served: at most 1"),
         ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings = True; served: False"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope'"),
+        ({"linear_num_value_heads": 7}, "linear_num_value_heads = 7; served: multiples of linear_num_key_heads"),
         ({"linear_num_key_heads": None}, "linear_num_key_heads"),
         ({"hidden_size": None}, "hidden_size"),
     ],

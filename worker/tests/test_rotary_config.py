@@ -54,6 +54,11 @@ def test_both_notations_say_the_same() -> None:
         ({"rope_type": "dynamic", "factor": 2.0}, "rope_type = 'dynamic'; served: default, linear, llama3, yarn"),
         ({"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0}, "'llama3' without high_freq_factor"),
         ({"partial_rotary_factor": 0.2}, "rotary positions over 3 channels"),
+        ({"rope_theta": "10000"}, "rope_theta = '10000'; served: positive numbers"),
+        ({"rope_theta": 0}, "rope_theta = 0; served: positive numbers"),
+        ({"rope_type": "linear", "factor": -2.0}, "factor = -2.0; served: positive numbers"),
+        ({"full_attention": {"rope_theta": 5e5}}, "served: the same for all layers"),
+        (["default"], "served: the same for all layers"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(parameters: dict, text: str) -> None:

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Zamba2Config, Zamba2ForCausalLM
 
-from mambalign.worker.models.loader import SINGLE_FILE, CheckpointError
+from mambalign.worker.models.checkpoint_files import SINGLE_FILE
+from mambalign.worker.models.loader import CheckpointError
 from mambalign.worker.models.registry import load_model
 from mambalign.worker.models.zamba2 import Zamba2
 from mambalign.worker.tests.served import (
