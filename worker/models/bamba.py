@@ -21,7 +21,7 @@ class BambaConfig(Mamba2DecoderConfig):
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "BambaConfig":
         """Read a published config.json. Raises CheckpointError for what cannot be served, naming the field."""
-        attention, count = config.get("attn_layer_indices") or [], config.get("num_hidden_layers", 32)
+        attention, count = config.get("attn_layer_indices") or [], config.get("num_hidden_layers") or 32
         if any(i not in range(count) for i in attention):
             raise CheckpointError(f"config.json: attn_layer_indices = {attention} of {count} layers")
         parsed = cls.read(config, [ATTENTION if i in attention else MAMBA for i in range(count)])

@@ -62,7 +62,7 @@ class FalconH1Config(Mamba2DecoderConfig):
         for name, values in lists.items():
             if len(values) != len(getattr(cls, name)):
                 raise CheckpointError(f"config.json: {name} = {values}; served: {len(getattr(cls, name))} of them")
-        layers = [PARALLEL] * config.get("num_hidden_layers", 32)
+        layers = [PARALLEL] * (config.get("num_hidden_layers") or 32)
         parsed = cls.read(config, layers, config.get("mamba_d_ssm", 1024), **lists)
         rotary = RotaryConfig.from_json(config, parsed.head_dim, parsed.max_position_embeddings)
         return replace(parsed, rotary=rotary)

@@ -47,7 +47,7 @@ class GraniteHybridConfig(Mamba2DecoderConfig):
     def from_json(cls, config: dict[str, Any]) -> "GraniteHybridConfig":
         """Read a published config.json. Raises CheckpointError for what cannot be served, naming the field."""
         names = config.get("layer_types") or config.get("layers_block_type")
-        names = names or ["mamba"] * config.get("num_hidden_layers", 32)
+        names = names or ["mamba"] * (config.get("num_hidden_layers") or 32)
         unknown = sorted({str(name) for name in names} - LAYER_OF_NAME.keys())
         if unknown:
             raise CheckpointError(

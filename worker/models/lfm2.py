@@ -98,7 +98,7 @@ def _layer_types(config: dict[str, Any]) -> tuple[str, ...]:
     """Kind of each layer, from `layer_types` or from the older list of the layers with attention: without one, all."""
     kinds, attention = config.get("layer_types"), config.get("full_attn_idxs")
     if kinds is None:
-        count = config.get("num_hidden_layers", 32)
+        count = config.get("num_hidden_layers") or 32
         if any(i not in range(count) for i in attention or ()):
             raise CheckpointError(f"config.json: full_attn_idxs = {attention} of {count} layers")
         kinds = [ATTENTION if attention is None or i in attention else CONV for i in range(count)]

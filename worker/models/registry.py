@@ -65,7 +65,6 @@ def family_of(path: str | Path) -> tuple[type[HybridModel], HybridConfig]:
             f"{folder} is a {config.get('model_type')!r} model; families served: {', '.join(sorted(FAMILIES))}"
         )
     fp8_block_of(read_config(folder), folder)
-    config = {name: value for name, value in config.items() if value is not None}  # a null says nothing
     check_kinds(config.get("text_config") or config)
     parsed = family.Config.from_json(config)
     attention = parsed.attention_specs(torch.float32, with_drafter=False)

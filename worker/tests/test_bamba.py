@@ -71,6 +71,10 @@ def test_the_published_model_has_its_number_of_parameters() -> None:
     assert Bamba.Config.from_json(BAMBA_9B).rotary.rotary_dim == BAMBA_9B["attn_rotary_emb"]
 
 
+def test_a_number_of_layers_that_is_null_is_the_familys_own() -> None:
+    assert Bamba.Config.from_json(BAMBA_9B | {"num_hidden_layers": None}) == Bamba.Config.from_json(BAMBA_9B)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
