@@ -66,7 +66,7 @@ def read_facts(model: str | None, path: Path) -> CheckpointFacts:
         there = sorted(each.name for each in path.iterdir())[:8]
         raise ConfigError(f"model {str(path)!r}: no config.json there, but: {', '.join(there) or 'nothing'}")
     try:
-        config: dict[str, Any] = json.loads(_plain_file(path / "config.json").read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads(_plain_file(path / CONFIG_FILE).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError(f"a JSON object is needed, not {type(config).__name__}")
     except (OSError, ValueError, RecursionError) as error:

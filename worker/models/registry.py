@@ -58,13 +58,14 @@ def family_of(path: str | Path) -> tuple[type[HybridModel], HybridConfig]:
     Raises CheckpointError for a family that is not served, or a configuration of it that is not.
     """
     folder = Path(path)
-    config, _ = _text_part(read_config(folder))
+    whole = read_config(folder)
+    config, _ = _text_part(whole)
     family = FAMILIES.get(config.get("model_type"))
     if family is None:
         raise CheckpointError(
             f"{folder} is a {config.get('model_type')!r} model; families served: {', '.join(sorted(FAMILIES))}"
         )
-    fp8_block_of(read_config(folder), folder)
+    fp8_block_of(whole, folder)
     check_kinds(config.get("text_config") or config)
     parsed = family.Config.from_json(config)
     attention = parsed.attention_specs(torch.float32, with_drafter=False)
